@@ -22,6 +22,7 @@ from tests.support.suite import few
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
+Capture = pytest.CaptureFixture[str]
 FLAGS = [*TINY, "--steps", "4", "--save-every", "4"]
 
 
@@ -36,10 +37,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _job(tmp_path_factory.mktemp("alone") / "run", ALONE)
 
 
-def _inside(checkpoint: Path, kind: str = "delayed") -> Any:
+def _inside(checkpoint: Path, kind: str = "delayed", **prepared: Any) -> Any:
     """Return the manager of a job that has loaded the checkpoint."""
     model = GPT(layers=1, width=32, heads=2, context=32)
-    manager = fp8dist.prepare(model, {**RECIPES, "delayed": fp8dist.DelayedScaling()}[kind])
+    manager = fp8dist.prepare(model, {**RECIPES, "delayed": fp8dist.DelayedScaling()}[kind], **prepared)
     dcp.load({"model": model, "fp8": manager}, checkpoint_id=checkpoint)
     manager._tested = model
     return manager
@@ -47,22 +48,23 @@ def _inside(checkpoint: Path, kind: str = "delayed") -> Any:
 
 EXPORTED = [
     *(("delayed", parallel) for parallel in ("ddp", "fsdp2", "fsdp2 --fp8-all-gather")),
-    *(("current", parallel) for parallel in ("none", "fsdp2 --fp8-all-gather")),
+    *(("current", parallel) for parallel in ("none --override *.qkv=high", "fsdp2 --fp8-all-gather")),
     *(("rowwise", parallel) for parallel in ("none", "fsdp2")),
     *(("block", parallel) for parallel in ("none", "fsdp2")),
 ]
-KEPT = (("delayed", "fsdp2 --fp8-all-gather"), ("current", "none"), ("rowwise", "fsdp2"), ("block", "none"))
+KEPT = [EXPORTED[i] for i in (2, 3, 6, 7)]
 
 
 @pytest.mark.parametrize(("kind", "parallel"), few(EXPORTED, *KEPT))
 def test_a_checkpoint_is_exported_as_the_job_would_export_it(tmp_path: Path, kind: str, parallel: str) -> None:
-    command = ALONE if parallel == "none" else RANKS
+    command, high = (ALONE if parallel.startswith("none") else RANKS), "*.qkv=high" in parallel
     checkpoint = _job(tmp_path / "run", command, "--recipe", kind, "--parallel", *parallel.split())
     out = tmp_path / "out"
     assert main(["export", str(checkpoint), "--out", str(out), "--format", NATIVE[kind]]) == 0
-    expected = dict(fp8dist.exported(_inside(checkpoint, kind), format=NATIVE[kind]))
-    assert tensor_bits(read(out)) == tensor_bits(expected)
-    assert len(served(read(out))) == 4
+    manager = _inside(checkpoint, kind, overrides={"*.qkv": "high"} if high else None)
+    assert tensor_bits(read(out)) == tensor_bits(dict(fp8dist.exported(manager, format=NATIVE[kind])))
+    names = {"attention_out", "mlp_in", "mlp_out", *([] if high else ["qkv"])}
+    assert served(read(out)).keys() == {f"blocks.0.{name}" for name in names}
 
 
 class _Noted(nn.Linear):
@@ -75,26 +77,20 @@ class _Noted(nn.Linear):
         pass
 
 
-def test_wrappers_and_extra_state_leave_no_trace(tmp_path: Path) -> None:
-    """A compiled model has other names in its checkpoint, and in-job exports have no extra state."""
-    model = nn.Sequential(_Noted(32, 32), nn.Linear(32, 32))
+def test_wrappers_and_extra_state_leave_no_trace(tmp_path: Path, capsys: Capture) -> None:
+    """A compiled model has other names in its checkpoint, and in-job exports have no extra state. Weights that are
+    stored transposed, as by transformers' Conv1D, are known by their biases, as the state does not say so."""
+    model = nn.Sequential(_Noted(32, 48), nn.Linear(48, 32))
     manager = fp8dist.prepare(model)
     manager.attach()
     compiled = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
-    dcp.save({"model": compiled, "fp8": manager}, checkpoint_id=tmp_path / "checkpoint")
-    assert main(["export", str(tmp_path / "checkpoint"), "--out", str(tmp_path / "out")]) == 0
+    transposed = {**model.state_dict(), "0.weight": model[0].weight.detach().t().contiguous()}
+    for name, tensors, code in (("transposed", transposed, USAGE), ("compiled", compiled, 0)):
+        dcp.save({"model": tensors, "fp8": manager}, checkpoint_id=tmp_path / name)
+        assert main(["export", str(tmp_path / name), "--out", str(tmp_path / "out")]) == code
+        told = "0: its weight is stored as [in_features, out_features]" in capsys.readouterr().err
+        assert told is (code == USAGE)
     assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(fp8dist.exported(manager)))
-
-
-def test_weights_that_are_stored_transposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As by transformers' Conv1D. The state does not say so, but biases show it."""
-    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
-    manager = fp8dist.prepare(model)
-    weights = {"0.weight": model[0].weight.detach().t().contiguous(), "0.bias": model[0].bias.detach()}
-    state = {"model": {**model.state_dict(), **weights}, "fp8": manager}
-    dcp.save(state, checkpoint_id=tmp_path / "checkpoint")
-    assert main(["export", str(tmp_path / "checkpoint"), "--out", str(tmp_path / "out")]) == USAGE
-    assert "0: its weight is stored as [in_features, out_features]" in capsys.readouterr().err
 
 
 def _with_settings(manager: fp8dist.StateManager, settings: object) -> dict[str, bytes]:
@@ -116,7 +112,7 @@ def _with_settings(manager: fp8dist.StateManager, settings: object) -> dict[str,
     ],
 )
 def test_settings_and_dtypes_that_a_checkpoint_may_hold(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: object, dtype: torch.dtype, code: int, text: str
+    tmp_path: Path, capsys: Capture, settings: object, dtype: torch.dtype, code: int, text: str
 ) -> None:
     """Of a module whose name is that of a method."""
     model = nn.Module()
@@ -128,7 +124,7 @@ def test_settings_and_dtypes_that_a_checkpoint_may_hold(
     assert re.search(text, capsys.readouterr().err)
 
 
-def test_what_is_printed_and_written(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_and_written(alone: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "own.json").write_text('{"model_type": "gpt", "hidden_size": 32}')
     out = tmp_path / "out"
     words = ["export", str(alone), "--out", str(out), "--config", str(tmp_path / "own.json"), "--shard-bytes"]
@@ -165,12 +161,6 @@ def test_weights_that_fsdp_gathered_in_bfloat16(alone: Path, tmp_path: Path) -> 
     assert tensor_bits(read(tmp_path / "of noted")) == tensor_bits(read(tmp_path / "out"))
 
 
-def test_modules_that_the_job_had_in_high_precision(tmp_path: Path) -> None:
-    checkpoint = _job(tmp_path / "run", ALONE, "--override", "*.qkv=high")
-    assert main(["export", str(checkpoint), "--out", str(tmp_path / "out")]) == 0
-    assert served(read(tmp_path / "out")).keys() == {f"blocks.0.{n}" for n in ("attention_out", "mlp_in", "mlp_out")}
-
-
 @pytest.mark.parametrize(
     ("flags", "words", "code", "text"),
     [
@@ -183,13 +173,7 @@ def test_modules_that_the_job_had_in_high_precision(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_exported(
-    alone: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str] | None,
-    words: list[str],
-    code: int,
-    text: str,
+    alone: Path, tmp_path: Path, capsys: Capture, flags: list[str] | None, words: list[str], code: int, text: str
 ) -> None:
     """``flags``: of the job; None: a folder without a checkpoint."""
     checkpoint = tmp_path if flags is None else _job(tmp_path / "run", ALONE, *flags) if flags else alone
@@ -199,7 +183,7 @@ def test_what_cannot_be_exported(
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_a_file_of_torch_save(tmp_path: Path, capsys: pytest.CaptureFixture[str], legacy: bool) -> None:
+def test_a_file_of_torch_save(tmp_path: Path, capsys: Capture, legacy: bool) -> None:
     model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
     manager = fp8dist.prepare(model)
     manager.attach()

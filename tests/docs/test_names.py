@@ -1,11 +1,14 @@
-"""Pages mention only existing names, and some page mentions each public name."""
+"""Pages mention only existing names, and each public name; they are short, in order, and quote what the code says."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import fnmatch
 import io
 import re
 import shlex
+from typing import TypeGuard
 
 import pytest
 
@@ -14,17 +17,18 @@ from fp8dist.job.manager import StateManager
 from fp8dist.state.settings import VARIABLES
 from launch.train_gpt import exits
 from launch.train_gpt.data import BadInput
+from launch.train_gpt.options import Options
+from scripts.pages.filling import names
 from scripts.pages.flags import command_line, job_parser
 from tests.support.lab import exits as lab_exits
 from tests.support.named import code_of, lab_parser, metrics, own_flags, strangers
-from tests.support.pages import blocks, pages
+from tests.support.pages import MADE, ROOT, TOP, blocks, pages
 
 PAGES = pages()
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_what_is_named_exists(page: str) -> None:
-    assert strangers(PAGES[page]) == []
+def test_what_is_named_exists() -> None:
+    assert {page: found for page, text in PAGES.items() if (found := strangers(text))} == {}
 
 
 @pytest.mark.parametrize(
@@ -61,23 +65,14 @@ def test_a_planted_name_is_found(right: str, wrong: str) -> None:
 def test_a_planted_call_is_found() -> None:
     assert strangers("Call `refresh_weights()`, `optimizer.step()` or `dist.barrier()`.\n") == []
     assert strangers("Call `refresh_weightz()`.\n") == ["refresh_weightz()"]
-
-
-def test_code_is_what_stands_in_backticks() -> None:
     text = "a `b` ``c ` d`` e\n\n```python\nf\n```\n\ng `h\ni` j\n"
     assert code_of(text) == ["f\n", "b", "c ` d", "h\ni"]
 
 
 def test_every_name_is_on_some_page() -> None:
     words = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/"))
-    methods = [name for name in vars(StateManager) if not name.startswith(("_", "join_"))]
-    everything = [
-        *(name for name in fp8dist.__all__),
-        *(f"manager.{name}" for name in methods),
-        *own_flags(),
-        *VARIABLES,
-        *metrics(),
-    ]
+    methods = [f"manager.{name}" for name in vars(StateManager) if not name.startswith(("_", "join_"))]
+    everything = [*fp8dist.__all__, *methods, *own_flags(), *VARIABLES, *metrics()]
     assert [name for name in everything if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", words)] == []
 
 
@@ -124,3 +119,102 @@ def test_commands_in_shell_blocks_are_taken() -> None:
     assert [(page, line, why) for page, line in lines if (why := refused(line))] == []
     assert "invalid choice: 'blok'" in refused("NPROC=2 launch/torchrun.sh --recipe blok  # no such recipe")
     assert "invalid choice: 'docter'" in refused("torchrun -m fp8dist docter")
+
+
+OTHERS = ("train.py", "check.py", "loop.py", "launch.py", "your_script.py", "X.py")
+"""Names of a reader's own files."""
+
+
+def _written(text: str) -> str:
+    """Return the page without its generated parts, of which a directive of mkdocstrings is one."""
+    return re.sub(r"^::: \S+\n(?: +.*\n)*\n?", "", MADE.sub("", text), flags=re.M)
+
+
+def test_readme_is_short_and_in_order() -> None:
+    readme = PAGES["README.md"]
+    assert len(readme.splitlines()) <= 130
+    assert max(len(line) for line in readme.splitlines() if not line.startswith("|")) <= 100
+    order = [
+        "# fp8dist",
+        "docs/images/report.svg",
+        "<!-- made: hardware -->",
+        "## Install",
+        "git+https://",
+        "## Find the rank that differs",
+        "parameters differ between ranks",
+        "## Train in FP8",
+        "## Numbers",
+        "<!-- made: front -->",
+        "## Who should use something else",
+        "| | fp8dist | TransformerEngine | torchao |",
+        "| you have | read |",
+    ]
+    places = [readme.index(part) for part in order]
+    assert places == sorted(places)
+    # The first screen says what has run on which hardware: see ``hardware`` in scripts/pages/runs.py.
+    head = readme.splitlines()[:30]
+    assert "hardware" in names("\n".join(head))
+    assert all(any(line.startswith(f"- **{device}") for line in head) for device in ("GPU", "CPU"))
+    code = {block.language: block.text for block in blocks("README.md", readme)}
+    assert len([line for line in code["python"].splitlines() if line.strip()]) == 10
+    assert len([line for line in code["diff"].splitlines() if line.startswith(("+", "-"))]) <= 5
+
+
+def test_recommendations_agree() -> None:
+    """README, the quickstart, recipes and the convergence of a first run advise one call; the example job makes it."""
+    call = "prepare(model, group="
+    assert "this call of `prepare` for a first run" in PAGES["README.md"]
+    assert "`prepare(model, group=…)` is the call for a first run" in PAGES["docs/quickstart.md"]
+    assert "**Call `fp8dist.prepare(model, group=…)`.**" in PAGES["docs/recipes.md"]
+    assert all(call in PAGES[page] for page in ("README.md", "docs/quickstart.md", "docs/ddp.md"))
+    assert "that is advised for [a first run](recipes.md#the-first-run)" in " ".join(
+        PAGES["docs/convergence.md"].split()
+    )
+    assert Options().recipe == "delayed"
+
+
+def test_pages_are_short() -> None:
+    """Table rows, output blocks and lines with only a link may be longer than the others."""
+    listed = (ROOT / "mkdocs.yml").read_text().split("- Manual:")[1].split("- Design and project:")[0]
+    manual = [f"docs/{page}" for page in re.findall(r"- (\S+\.md)$", listed, re.M) if page != "index.md"]
+    assert len(manual) <= 32  # Beside README.
+    assert sum(len(re.findall(r"\S*\w\S*", PAGES[page])) for page in manual) <= 38_000
+    for page, whole in PAGES.items():
+        text, limit = _written(whole), 100 if page.startswith(("README", "docs")) else 120
+        assert len(text.splitlines()) <= (120 if page == "ARCHITECTURE.md" else 165), page
+        lines = re.sub(r"```text\n.*?```", "", text, flags=re.S).splitlines()
+        long = [line for line in lines if len(line) > limit]
+        assert [line for line in long if not re.match(r" *\||!?\[[^]]*\]\([^)]*\)$| *<!--|::: ", line)] == [], page
+        assert not re.search(r"^(After (reading )?this page|This page)", whole, re.M), page
+    assert {path.name for path in ROOT.glob("*.md")} == {*TOP, "CHANGELOG.md"}
+
+
+def test_quoted_messages_stand_in_the_code() -> None:
+    """Tables of "message has" quote literal parts of messages, between placeholders. Adjacent literals count as one."""
+    tables = re.findall(r"^\| message has \|.*?\n\n", PAGES["docs/mistakes.md"], re.M | re.S)
+    rows = [line for text in tables for line in text.splitlines()[2:] if "(gloo, NCCL)" not in line]
+    quoted = [found for line in rows for found in re.findall(r"^\| (`+) ?(.+?) ?\1", line)]
+    assert len(quoted) >= 30
+    trees = [ast.parse(path.read_text()) for room in ("fp8dist", "launch") for path in (ROOT / room).rglob("*.py")]
+    literals = [" ".join(n.value.split()) for t in trees for n in ast.walk(t) if _is_text(n)]
+    assert [text for _, text in quoted if not any(" ".join(text.split()) in literal for literal in literals)] == []
+
+
+def _is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_files_that_are_cited_exist() -> None:
+    """Comments, docstrings and pages cite a file by its path from the top, or by the end of its path."""
+    patterns = ("*.*", *(f"{top}/**/*" for top in ("docs", "fp8dist", "kernels", "launch", "scripts", "tests")))
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()]
+    known = ["/" + path.relative_to(ROOT).as_posix() for path in paths]
+    missing = []
+    for path in paths:
+        if path.suffix in (".py", ".md", ".sh", ".sbatch", ".yaml", ".cfg", "") and "data" not in path.parts:
+            text = path.read_text()
+            prose = text if path.suffix == ".md" else " ".join(re.findall(r'""".*?"""|#[^\n]*', text, re.S))
+            cited = re.findall(r"(?<![\w./*-])(?!pytorch/)[\w./*-]+\.(?:py|md|sh)\b", prose)
+            ends = {name: name.removeprefix("../").removeprefix("../") for name in cited}
+            missing += [(path.name, name) for name, end in ends.items() if not fnmatch.filter(known, f"*/{end}")]
+    assert [one for one in missing if one[1].rpartition("/")[2] not in OTHERS] == []

@@ -44,7 +44,8 @@ def section(text: str, heading: str) -> str:
     return str(found)
 
 
-def test_every_public_name_is_on_an_api_page_once() -> None:
+def test_names_verbs_arguments_and_flags_are_on_their_pages() -> None:
+    """Each public name is on the API page once, and each verb, argument and flag in its table."""
     directives = re.findall(r"^::: (\S+)$", page("api.md"), re.M)
     hooks = [
         f"fp8dist.{module.__name__.rpartition('.')[2]}.{name}"
@@ -52,23 +53,13 @@ def test_every_public_name_is_on_an_api_page_once() -> None:
         for name in module.__all__
     ]
     assert sorted(directives) == sorted([*(f"fp8dist.{name}" for name in fp8dist.__all__), *hooks])
-
-
-def test_every_verb_has_its_help() -> None:
-    text = page("cli.md")
-    assert [name for name in flags.COMMANDS if f"## fp8dist {name}\n" not in text] == []
-    assert [name for name in flags.COMMANDS if f"<!-- made: cli-{name} -->" not in text] == []
-
-
-def test_all_arguments_and_flags_are_in_the_tables() -> None:
-    job = first_cells(flags.of_job())
-    assert sorted(job) == sorted(set(flags.flags_of(flags.job_parser())) - {"-h", "--help"})
+    text, table = page("cli.md"), flags.of_job()
+    wanted = [mark for name in flags.COMMANDS for mark in (f"## fp8dist {name}\n", f"<!-- made: cli-{name} -->")]
+    assert [mark for mark in wanted if mark not in text] == []
+    assert sorted(first_cells(table)) == sorted(set(flags.flags_of(flags.job_parser())) - {"-h", "--help"})
     fields = {field.name for recipe in flags.RECIPES for field in dataclasses.fields(recipe)}
     assert set(first_cells(flags.of_recipes())) == fields
-
-
-def test_a_value_and_a_default_are_told_apart() -> None:
-    table = flags.of_job()
+    # A value and a default are told apart.
     assert "| `--check-every` | `N` | 0, never | " in table
     assert "| `--watch-ranks` |  | off | " in table
     assert "| `--precision` | `bf16`, `fp32`, `fp8` | `fp8` | " in table
@@ -77,7 +68,7 @@ def test_a_value_and_a_default_are_told_apart() -> None:
     assert "| `--ranks` | `N` | required | " in flags.of_simulation()
 
 
-def test_variables_are_those_that_the_code_reads() -> None:
+def test_variables_are_those_that_the_code_reads_and_sets() -> None:
     read = set()
 
     class Recorded(dict[str, str]):
@@ -99,15 +90,9 @@ def test_variables_are_those_that_the_code_reads() -> None:
     assert {name for name, _, _ in variables.launcher_variables()} == names
     assert all(meaning and default for _, meaning, default in variables.launcher_variables())
     assert first_cells(variables.of_script()) == ["PYTHON"]
-
-
-def test_variables_that_the_launcher_sets() -> None:
     plan = (ROOT / "fp8dist" / "cli" / "launcher" / "plan.py").read_text()
     rest = section((ROOT / "docs" / "launching.md").read_text(), "Variables").split("sets the following variables")[1]
     assert [name for name in first_cells(rest) if f'"{name}"' not in plan] == []
-
-
-# collective calls, exit statuses, metrics, errors -----------------------------------------------------
 
 
 def test_table_of_collective_calls_is_complete() -> None:
@@ -137,13 +122,10 @@ def _constants(path: Path) -> Iterator[int]:
             yield node.value.value
 
 
-def test_metrics_are_those_of_a_manager() -> None:
+def test_fields_of_metrics_reports_and_states() -> None:
     manager = fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)))
     names = first_cells(section((ROOT / "docs" / "watching.md").read_text(), "manager.metrics()"))
     assert names == list(manager.metrics())
-
-
-def test_fields_of_reports_and_states() -> None:
     text = page("files.md") + (ROOT / "docs" / "design" / "formats.md").read_text()
     report = {field.name for field in dataclasses.fields(Divergence)} | {"consistent", "diverged"}
     assert set(first_cells(section(text, "divergence.json and divergence.txt"))) == report
@@ -205,20 +187,17 @@ def _keys(path: Path) -> set[str]:
     return {key for line in lines for key in line}
 
 
-def test_calls_that_a_phase_refuses_are_among_the_errors() -> None:
+def test_messages_are_quoted_once_up_to_their_first_clause() -> None:
     text = section((ROOT / "docs" / "mistakes.md").read_text(), "Calls that a phase refuses")
     (line,) = [line for line in text.splitlines() if line.startswith("- inside calibrate(): ")]
     assert "`a step`" in line
-
-
-def test_a_message_is_cut_after_its_first_clause() -> None:
-    assert messages.shortened("the state is X, expected Z") == "the state is X, expected Z"
-    assert messages.shortened("no FP8 state in this: call prepare() first") == "no FP8 state in this"
-    assert messages.shortened("a b c d e f g h i j k l") == "a b c d e"
-    assert messages.shortened("\u2039…\u203a: the model has lazy parameters") == "the model has lazy parameters"
-
-
-def test_a_message_stands_once_on_its_page() -> None:
+    for message, quoted in (
+        ("the state is X, expected Z", "the state is X, expected Z"),
+        ("no FP8 state in this: call prepare() first", "no FP8 state in this"),
+        ("a b c d e f g h i j k l", "a b c d e"),
+        ("\u2039…\u203a: the model has lazy parameters", "the model has lazy parameters"),
+    ):
+        assert messages.shortened(message) == quoted
     page = "| message has | what to do |\n|---|---|\n| ``a `b` c`` (warning) | x |\n| `d, e` | y |\n\n| `f` |\n\n"
     assert messages.quoted(page) == ["a `b` c", "d, e"]
     assert "it was saved by another recipe" not in messages.errors()

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import Event, Fp8DistError, LossGuard, ReplayBuffer
 from fp8dist.modules.parts import fp8_parts
-from fp8dist.replays import model_replay
+from fp8dist.replays import model_replay, triggers
 from fp8dist.state.groups import local_part
 from tests.support.answers import flipping
 from tests.support.logs import captured_log
@@ -118,10 +119,8 @@ def _replayed_between_steps(replays: bool) -> tuple[dict[str, bytes], dict[str, 
 
 def test_a_replay_before_the_first_forward_of_a_step_leaves_no_cast_and_no_count(two_ranks: RankPool) -> None:
     """A cast of a weight that the replay keeps would have its amax recorded, but the record is put back."""
-    for found, expected in zip(
-        two_ranks.run(_replayed_between_steps, True), two_ranks.run(_replayed_between_steps, False)
-    ):
-        assert [name for name in expected[0] if expected[0][name] != found[0][name]] == []
+    for found, expected in zip(*(two_ranks.run(_replayed_between_steps, replays) for replays in (True, False))):
+        assert _changed(expected[0], found[0]) == []
         assert found[1] == expected[1]
 
 
@@ -259,13 +258,35 @@ class _Folded(nn.Module):
         return self.fold(self.linear(x))[0]
 
 
+def _small(net: nn.Module, calls: int = 1) -> fp8dist.ReplayReport:
+    def step(x: Tensor) -> None:
+        for _ in range(calls):
+            net(x).square().mean().backward()
+
+    return fp8dist.replay(net, step, torch.ones(4, 8))
+
+
 @on_ranks(2)
-def test_another_shape_is_named() -> None:
-    net = _Folded()
-    assert fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8)).sentence == (
+def test_ranks_that_are_not_alike() -> None:
+    rank, net = dist.get_rank(), _Folded()
+    assert _small(net).sentence == (
         "ranks 0, 1 differ on the same data, first in module 'fold', output "
         "(float32[4, 8] on rank 0, float32[1, 8] on rank 1)"
     )
+    with mock.patch.dict(os.environ, {"MKL_CBWR": "COMPATIBLE"} if rank == 1 else {}):
+        assert _small(net).sentence.endswith("; the ranks are not alike: MKL_CBWR=COMPATIBLE on rank 1)")
+    # Ranks are not compared if one may choose other kernels.
+    with mock.patch.object(model_replay, "unsteady_settings", return_value=["autotuning"] if rank == 1 else []):
+        report = _small(net)
+    assert report.reproducible
+    assert report.sentence.endswith("are the same in two runs, bit for bit, and finite")
+    assert report.skipped == ("ranks with each other: autotuning",)
+    torch.manual_seed(3)
+    two = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    assert "in module '0', output, call 2 (the run on rank 0 ends before)" in _small(two, 1 + rank).sentence
+    if rank == 1:
+        two.append(nn.Identity())
+    assert "in module '2', output (rank 0 has the model's own forward, output there)" in _small(two).sentence
 
 
 class _Gain(torch.autograd.Function):
@@ -319,25 +340,6 @@ def test_a_wrong_gradient_of_a_parameter_is_named(kind: str, three_ranks: RankPo
         assert sentence.startswith("rank 1 differs from rank 2 on the same data, first in the model's own forward, ")
 
 
-@on_ranks(2)
-def test_ranks_are_not_compared_if_one_may_choose_other_kernels() -> None:
-    net, reasons = _Folded(), ["autotuning"] if dist.get_rank() == 1 else []
-    with mock.patch.object(model_replay, "unsteady_settings", return_value=reasons):
-        report = fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8))
-    assert report.reproducible
-    assert report.sentence.endswith("are the same in two runs, bit for bit, and finite")
-    assert report.skipped == ("ranks with each other: autotuning",)
-
-
-@on_ranks(2)
-def test_a_setting_of_one_rank_alone_is_named() -> None:
-    net = _Folded()
-    also = {"MKL_CBWR": "COMPATIBLE"} if dist.get_rank() == 1 else {}
-    with mock.patch.dict(os.environ, also):
-        report = fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.ones(4, 8))
-    assert report.sentence.endswith("; the ranks are not alike: MKL_CBWR=COMPATIBLE on rank 1)")
-
-
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2, plain"])
 @on_ranks(2)
 def test_the_data_is_not_blamed_for_a_parameter(kind: str) -> None:
@@ -349,28 +351,6 @@ def test_the_data_is_not_blamed_for_a_parameter(kind: str) -> None:
         "a parameter gives ranks 0, 1 the first non-finite value in module 'blocks.1.down', output "
         "(the parameter blocks.1.down.weight is not finite)"
     )
-
-
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        ("module", "in module '2', output (rank 0 has the model's own forward, output there)"),
-        ("call", "in module '0', output, call 2 (the run on rank 0 ends before)"),
-    ],
-)
-@on_ranks(2)
-def test_ranks_that_run_other_modules(more: str, sentence: str) -> None:
-    torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    if dist.get_rank() == 1 and more == "module":
-        net.append(nn.Identity())
-    calls = 2 if dist.get_rank() == 1 and more == "call" else 1
-
-    def step(x: Tensor) -> None:
-        for _ in range(calls):
-            net(x).square().mean().backward()
-
-    assert sentence in fp8dist.replay(net, step, torch.ones(4, 8)).sentence
 
 
 def _other_gradient(kind: str) -> fp8dist.ReplayReport:
@@ -397,3 +377,49 @@ def test_tensor_parallel_ranks_run_as_often_as_each_other(kind: str, four_ranks:
     assert not zero.findings
     found = one.findings[0]
     assert (found.kind, found.module) == ("not deterministic" if kind == "unsteady" else "ranks differ", "norm")
+
+
+def _replayed_on(cause: str) -> Any:
+    """An event in the second of three steps, and a cause in its replay that the part of rank 1 alone sees. Return (the
+    sentences that the callback gets, what is logged, the steps done)."""
+    training = Training(kind="tp", accumulates=1)
+    buffer, events = ReplayBuffer(training.manager), list[Any]()
+    replaying = False
+
+    def other_gradient(gradient: Tensor) -> Tensor:
+        return gradient * 2 if replaying and cause == "finding" and dist.get_rank() == 1 else gradient
+
+    def step(batch: Any) -> None:
+        nonlocal replaying
+        replaying = True
+        training.step(batch)
+        replaying = False
+        if cause == "error" and dist.get_rank() == 1:
+            raise ValueError("no loss")
+
+    training.net.norm.register_forward_hook(lambda module, args, y: y.register_hook(other_gradient) and None)
+    fp8dist.replay_on(training.manager, buffer, step, ("nonfinite",), group=training.group, callback=events.append)
+    patient = partial(triggers.replay, timeout=timedelta(seconds=15))
+    with captured_log() as log, mock.patch.object(triggers, "replay", patient):
+        for index in range(3):
+            batch = training.data(index)
+            buffer.keep(batch)
+            training.step(dict(batch))
+            if index == 1:
+                training.manager._syncs[0].arena.pending[0] = math.inf
+            training.end_step()
+    sentences = [event.replay.report.sentence for event in events]
+    return sentences, [text for _, text in log if "replay" in text], training.steps
+
+
+def test_what_one_part_finds_all_ranks_return_and_one_logs(four_ranks: RankPool) -> None:
+    """Under tensor parallelism each data-parallel group has its own report, and the training one event."""
+    results = four_ranks.run(_replayed_on, "finding", timeout=60)
+    assert [(len(log), steps) for _, log, steps in results] == [(1, 3), (0, 3), (0, 3), (0, 3)]
+    for (sentence,), _, _ in results:
+        assert sentence.startswith("ranks 1, 3 differ on the same data, first in module 'norm', gradient")
+    assert results[0][0][0] in results[0][1][0]
+    results = four_ranks.run(_replayed_on, "error", timeout=60)
+    assert [(texts, len(log), steps) for texts, log, steps in results] == [([], 1, 3), *[([], 0, 3)] * 3]
+    error = "failed: Fp8DistError: replay(): rank 1 raised in the first run: ValueError: no loss"
+    assert results[0][1][0].endswith(error)

@@ -56,17 +56,6 @@ def test_ranks_that_do_not_repeat_themselves_vouch_for_none() -> None:
     ]
 
 
-def _with_nonfinite(places: list[int | None], spoilt: str = "") -> list[str]:
-    """Return the sentences for ranks whose first non-finite value is at a place, or nowhere."""
-    told = [
-        RankResult(rank, (rank + 1) % len(places), nonfinite=(place, PLACE), spoilt=spoilt)
-        if place is not None
-        else RankResult(rank, (rank + 1) % len(places))
-        for rank, place in enumerate(places)
-    ]
-    return [finding.sentence for finding in judge(told).findings]
-
-
 FIRST = "the first non-finite value in module 'blocks.1', output"
 
 
@@ -78,12 +67,12 @@ FIRST = "the first non-finite value in module 'blocks.1', output"
         ([3, 3], "", [f"the data of ranks 0, 1 gives {FIRST} (on all ranks, so the model may be the cause)"]),
         ([3, 3], "w", [f"a parameter gives ranks 0, 1 {FIRST} (the parameter w is not finite)"]),
         ([None, 3], "w", [f"a parameter gives rank 1 {FIRST} (the parameter w is not finite)"]),
-        (
-            [9, 3],
-            "w",
-            [f"the data of rank 1 gives {FIRST}", f"a parameter gives rank 0 {FIRST} (the parameter w is not finite)"],
-        ),
+        ([9, 3], "w",
+         [f"the data of rank 1 gives {FIRST}", f"a parameter gives rank 0 {FIRST} (the parameter w is not finite)"]),
     ],
-)
+)  # fmt: skip
 def test_data_or_parameter(places: list[int | None], spoilt: str, sentences: list[str]) -> None:
-    assert _with_nonfinite(places, spoilt) == sentences
+    """``places``: of each rank's first non-finite value; None: it has none."""
+    found = [{} if at is None else {"nonfinite": (at, PLACE), "spoilt": spoilt} for at in places]
+    results = [RankResult(rank, (rank + 1) % len(places), **found[rank]) for rank in range(len(places))]  # type: ignore[arg-type]
+    assert [finding.sentence for finding in judge(results).findings] == sentences

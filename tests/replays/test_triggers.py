@@ -1,15 +1,17 @@
-"""``replay_on``: which batch is replayed, when, on which ranks, and what is told."""
+"""``replay_on``: which batch is replayed, when, on which ranks, and what is logged; what a ReplayBuffer keeps."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from fp8dist import (
     ReplayFinding,
     ReplayReport,
 )
+from fp8dist.checks.random_state import set_random_state
 from fp8dist.errors import ConfigurationError
 from fp8dist.parallel import wrappers
 from fp8dist.replays import triggers
@@ -40,9 +43,9 @@ WATCHED = {"every": 1, "ranks": True}
 
 
 class Seen:
-    """A replay that notes what it is asked for, with the weights at that time, and finds what it is told to."""
+    """A replay that notes what it is asked for, with the weights at that time, and finds or raises ``finds``."""
 
-    def __init__(self, finds: Any = None) -> None:
+    def __init__(self, finds: Any = True) -> None:
         self.finds = finds
         self.batches: list[bytes] = []
         self.weights: list[dict[str, bytes]] = []
@@ -53,16 +56,21 @@ class Seen:
         if isinstance(self.finds, Exception):
             raise self.finds
         finding = ReplayFinding("nonfinite", (1,), "branch", "output", 0, 3)
-        return ReplayReport(() if self.finds is None else (finding,))
+        return ReplayReport((finding,) if self.finds else ())
 
 
 class Training:
-    """A prepared net, its optimizer, and a loop that keeps its batches. ``weights``: before each update."""
+    """A prepared net, its optimizer, and a loop that keeps its batches. ``weights``: before each update. ``events``: of
+    ``replay_on``."""
 
-    def __init__(self, recipe: Recipe | None = None, group: Any = None, watch: Mapping[str, Any] | None = None) -> None:
-        self.rank = dist.get_rank() if group is not None else 0
+    def __init__(
+        self, *events: str, recipe: Recipe | None = None, watch: Mapping[str, Any] | None = WATCHED, **more: Any
+    ) -> None:
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.group: Any = dist.group.WORLD if dist.is_initialized() else None
         self.net = make_net()
-        self.manager = fp8dist.prepare(self.net, recipe or DelayedScaling(history_len=4), group=group)
+        self.manager = fp8dist.prepare(self.net, recipe or DelayedScaling(history_len=4), group=self.group)
         if watch is not None:
             fp8dist.watch(self.manager, **watch)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
@@ -71,10 +79,9 @@ class Training:
         self.events: list[Event] = []
         self.manager.on_event(self.events.append)
         self.weights: list[dict[str, bytes]] = []
-        self.guard: LossGuard | None = None
-
-    def replay_on(self, *events: str, **more: Any) -> None:
-        fp8dist.replay_on(self.manager, self.buffer, self.microbatch, events, guard=self.guard, **more)  # type: ignore[arg-type]
+        self.guard: LossGuard | None = more.get("guard")
+        if events:
+            fp8dist.replay_on(self.manager, self.buffer, self.microbatch, events, **more)  # type: ignore[arg-type]
 
     def microbatch(self, given: Any) -> torch.Tensor:
         x, y = given
@@ -82,11 +89,9 @@ class Training:
         loss.backward()
         return loss.detach()
 
-    def batch(self, step: int, microbatch: int, planted: Mapping[int, float], rank: int | None = None) -> Any:
-        rank = self.rank if rank is None else rank
-        x, y = batch(rank, 10 * step + microbatch)
-        last = self.manager._cycle.groups[0]
-        if step in planted and microbatch == 1 and rank == (0 if last is None else last.size - 1):
+    def batch(self, step: int, microbatch: int, planted: Mapping[int, float]) -> Any:
+        x, y = batch(self.rank, 10 * step + microbatch)
+        if step in planted and microbatch == 1 and self.rank == self.ranks - 1:
             x[1, 2] = planted[step]
         return x, y
 
@@ -100,7 +105,7 @@ class Training:
             for parameter in self.net.parameters():  # A NaN stays in its step.
                 assert parameter.grad is not None
                 parameter.grad.nan_to_num_(0, 0, 0)
-                if self.manager._cycle.groups[0] is not None:
+                if self.group is not None:
                     dist.all_reduce(parameter.grad)
             if self.guard is not None:
                 self.guard.observe((losses or {}).get(step, total))
@@ -108,119 +113,94 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def replays(self) -> list[Event]:
-        return [event for event in self.events if event.kind == "replayed"]
+    def replays(self) -> list[tuple[int, Any]]:
+        """Return (step, (trigger, replayed step, microbatch)) of each replay."""
+        return [(event.step, event.replay[:3]) for event in self.events if event.replay is not None]
 
 
 @pytest.fixture
 def seen() -> Iterator[Seen]:
     """A replay that finds something."""
-    with mock.patch.object(triggers, "replay", Seen(True)) as replay:
+    with mock.patch.object(triggers, "replay", Seen()) as replay:
         yield replay
 
 
+NEXT_STEP = DelayedScaling(history_len=4, update="next_step")
+
+
 @pytest.mark.parametrize(
-    ("recipe", "watch"),
+    ("recipe", "watch", "finds"),
     [
-        (DelayedScaling(history_len=4), WATCHED),
-        (DelayedScaling(history_len=4, update="next_step"), WATCHED),
-        (DelayedScaling(history_len=4, update="next_step"), None),
-        (CurrentScaling(), WATCHED),
+        (DelayedScaling(history_len=4), WATCHED, True),
+        (NEXT_STEP, WATCHED, True),
+        (NEXT_STEP, None, True),
+        (DelayedScaling(history_len=4), None, False),
+        (CurrentScaling(), WATCHED, True),
     ],
 )
 def test_a_nan_is_replayed_in_its_own_step_before_the_update(
-    recipe: Recipe, watch: Mapping[str, Any] | None, seen: Seen
+    recipe: Recipe, watch: Mapping[str, Any] | None, finds: bool, seen: Seen
 ) -> None:
-    training = Training(recipe, watch=watch)
-    training.replay_on("nonfinite", at_most_every=1)
+    training = Training("nonfinite", recipe=recipe, watch=watch, at_most_every=1)
+    seen.finds = finds
     with captured_log() as log:
         training.train(5, {3: math.nan})
-    (event,) = training.replays()
-    # Without the watch nothing names the microbatch: the first one is replayed, and shows something.
-    microbatch = 0 if watch is None else 1
-    assert event.replay is not None
-    assert event.replay[:3] == ("nonfinite", 3, microbatch)
-    assert seen.batches == [bits(training.batch(3, microbatch, {3: math.nan})[0])]
-    assert seen.weights == [training.weights[2]]
-    assert sum("microbatch" in message and SENTENCE in message for _, message in log) == 1
+    # Without the watch nothing names the microbatch: all are replayed, up to the first that shows something.
+    replayed = [1] if watch is not None else [0] if finds else [0, 1]
+    assert training.replays() == [(3, ("nonfinite", 3, replayed[-1]))]
+    assert seen.batches == [bits(training.batch(3, place, {3: math.nan})[0]) for place in replayed]
+    assert seen.weights == [training.weights[2]] * len(replayed)
+    assert sum("microbatch" in message and SENTENCE in message for _, message in log) == finds
 
 
-def test_what_names_no_microbatch_is_looked_for_in_all(seen: Seen) -> None:
-    training = Training()
-    seen.finds = None
-    training.replay_on("nonfinite")
-    with captured_log():
-        training.train(3, {3: math.nan})
-    assert seen.batches == [bits(training.batch(3, i, {3: math.nan})[0]) for i in range(MICROBATCHES)]
-    (event,) = training.replays()
-    assert event.replay is not None
-    assert event.replay[:3] == ("nonfinite", 3, 1)
-
-
-@pytest.mark.parametrize(("recipe", "replayed_in"), [(DelayedScaling(history_len=1), 4), (CurrentScaling(), 3)])
-def test_a_jump_replays_the_batch_of_its_amax(recipe: Recipe, replayed_in: int, seen: Seen) -> None:
-    training = Training(recipe, watch={**WATCHED, "jump": 8})
-    training.replay_on("jump")
-    with captured_log():
-        training.train(5, {3: 1e4})
-    jump = next(event for event in training.events if event.kind == "jump")
-    assert jump.step == replayed_in
-    assert jump.cause == (3, 0, 1, "first", "input")
+@pytest.mark.parametrize(
+    ("recipe", "every", "replayed_in"),
+    [(DelayedScaling(history_len=1), 1, 4), (CurrentScaling(), 1, 3), (DelayedScaling(history_len=1), 2, None)],
+)
+def test_a_jump_replays_the_batch_of_its_amax(recipe: Recipe, every: int, replayed_in: int | None, seen: Seen) -> None:
+    """That of a step that nobody saw is not guessed."""
+    training = Training("jump", recipe=recipe, watch={"every": every, "ranks": True, "jump": 8})
+    with captured_log() as log:
+        training.train(6, {3: 1e4})
+    jump, *_ = (event for event in training.events if event.kind == "jump")
+    if replayed_in is None:
+        assert (jump.cause, seen.batches) == (None, [])
+        assert sum("a jump names no batch" in message for _, message in log) == 1
+        return
+    assert (jump.step, jump.cause) == (replayed_in, (3, 0, 1, "first", "input"))
     assert seen.batches == [bits(training.batch(3, 1, {3: 1e4})[0])]
     assert seen.weights == [training.weights[replayed_in - 1]]
 
 
-def test_a_jump_of_a_step_that_nobody_saw_is_not_guessed(seen: Seen) -> None:
-    training = Training(DelayedScaling(history_len=1), watch={"every": 2, "ranks": True, "jump": 8})
-    training.replay_on("jump")
-    with captured_log() as log:
-        training.train(6, {3: 1e4})
-    assert [event.cause for event in training.events if event.kind == "jump"] == [None, None]
-    assert seen.batches == []
-    assert sum("a jump names no batch" in message for _, message in log) == 1
-
-
-def test_at_most_every(seen: Seen) -> None:
-    training = Training(watch=WATCHED)
-    training.replay_on("nonfinite", at_most_every=3)
+def test_at_most_every_and_a_replay_that_raises_does_not_end_the_training(seen: Seen) -> None:
+    training = Training("nonfinite", at_most_every=3)
     with captured_log():
         training.train(9, dict.fromkeys((2, 3, 4, 5, 8), math.nan))
-    assert [event.step for event in training.replays()] == [2, 5, 8]
-
-
-def test_a_replay_that_raises_does_not_end_the_training(seen: Seen) -> None:
-    training = Training(watch=WATCHED)
+    assert [step for step, _ in training.replays()] == [2, 5, 8]
+    training = Training("nonfinite")
     seen.finds = ValueError("wrong\nstep")
-    training.replay_on("nonfinite")
     with captured_log() as log:
         training.train(4, {3: math.nan})
-    assert training.manager.run_step == 4
-    assert training.replays() == []
-    (told,) = [message for _, message in log if "replay" in message]
-    assert told == "fp8dist: step 3: the replay of microbatch 1 of step 3 failed: ValueError: wrong step"
+    assert (training.manager.run_step, training.replays()) == (4, [])
+    (text,) = [message for _, message in log if "replay" in message]
+    assert text == "fp8dist: step 3: the replay of microbatch 1 of step 3 failed: ValueError: wrong step"
 
 
-def test_a_spike_that_stops_the_run_is_replayed_first(seen: Seen) -> None:
-    training = Training()
-    training.guard = LossGuard("stop", min_history=3)
-    training.replay_on("spike")
+def test_a_spike_that_stops_the_run_is_replayed_first_and_a_nan_without_fp8(seen: Seen) -> None:
+    training = Training("spike", guard=LossGuard("stop", min_history=3))
     with captured_log(), pytest.raises(LossDiverged):
         training.train(5, {}, {1: 1.0, 2: 1.1, 3: 1.0, 4: 99.0})
-    (event,) = training.replays()
-    assert event.step == 4
-    assert event.replay is not None
-    assert event.replay[:3] == ("spike", 4, 0)
-
-
-def test_a_model_without_fp8_is_replayed_when_the_guard_sees_a_nan(seen: Seen) -> None:
-    net, told = make_net(), []
+    assert training.replays() == [(4, ("spike", 4, 0))]
+    seen.batches.clear()
+    net, events = make_net(), list[Event]()
     buffer, guard = ReplayBuffer(net), LossGuard()
-    fp8dist.replay_on(net, buffer, net, ("nonfinite",), guard=guard, callback=told.append)
+    fp8dist.replay_on(net, buffer, net, ("nonfinite",), guard=guard, callback=events.append)
     with captured_log():
         for step in range(1, 4):
             buffer.keep(batch(0, step), step)
             guard.observe(math.nan if step == 2 else 1.0)
-    (event,) = told
+    (event,) = events
+    assert event.replay is not None
     assert (event.kind, event.step, event.replay[:3]) == ("replayed", 2, ("nonfinite", 2, 0))
     assert seen.batches == [bits(batch(0, 2)[0])]
 
@@ -251,23 +231,34 @@ def test_the_folder_of_a_run_has_the_replay(tmp_path: Path, seen: Seen) -> None:
 def test_mistakes() -> None:
     net = make_net()
     manager = fp8dist.prepare(net)
-    buffer = ReplayBuffer(manager)
-    with pytest.raises(ConfigurationError, match=r"recorder must be a ReplayBuffer, .* got list"):
-        fp8dist.replay_on(manager, [], print)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="keeps the batches of another model"):
-        fp8dist.replay_on(manager, ReplayBuffer(fp8dist.prepare(make_net())), print)
-    with pytest.raises(ConfigurationError, match=r"events must be .* got 'spikes'"):
-        fp8dist.replay_on(manager, buffer, print, ("spikes",))  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="at_most_every must be a number of steps"):
-        fp8dist.replay_on(manager, buffer, print, at_most_every=0)
-    with pytest.raises(ConfigurationError, match=r"none of events=\('spike',\) can come: pass guard="):
-        fp8dist.replay_on(manager, buffer, print, ("spike",))
-    with pytest.raises(ConfigurationError, match=r"none of events=.* can come: pass guard="):
-        fp8dist.replay_on(net, ReplayBuffer(net), print)
+    buffer, other = ReplayBuffer(manager), ReplayBuffer(fp8dist.prepare(make_net()))
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: fp8dist.replay_on(manager, [], print), r"recorder must be a ReplayBuffer, .* got list"),  # type: ignore[arg-type]
+        (lambda: fp8dist.replay_on(manager, other, print), "keeps the batches of another model"),
+        (lambda: fp8dist.replay_on(manager, buffer, print, ("spikes",)), r"events must be .* got 'spikes'"),  # type: ignore[arg-type]
+        (lambda: fp8dist.replay_on(manager, buffer, print, at_most_every=0), "at_most_every must be a number of steps"),
+        (lambda: fp8dist.replay_on(manager, buffer, print, ("spike",)),
+         r"none of events=\('spike',\) can come: pass guard="),
+        (lambda: fp8dist.replay_on(net, ReplayBuffer(net), print), r"none of events=.* can come: pass guard="),
+        (lambda: ReplayBuffer(net, last=0), "last must be a number of steps"),
+        (lambda: ReplayBuffer("net"), "a StateManager or a model, got str"),  # type: ignore[arg-type]
+        (lambda: ReplayBuffer(net).keep(torch.ones(1)), r"pass keep\(batch, step\)"),
+        (lambda: buffer.keep(torch.ones(1), 1), "the manager counts the steps"),
+    ]  # fmt: skip
+    for call, message in calls:
+        with pytest.raises(ConfigurationError, match=message):
+            call()
+    manager._job.captured = True
+    with pytest.raises(ConfigurationError, match="steps in a CUDA graph are not seen one by one"):
+        buffer.keep(torch.ones(1))
+    training = Training("nonfinite")
+    of_net = mock.patch.object(wrappers, "is_tensor_parallel", lambda model: model is training.net)
+    with of_net, pytest.raises(ConfigurationError, match="tensor parallel: pass group="):  # In the first step.
+        training.train(1, {})
 
 
 def test_a_step_that_keeps_its_batch_keeps_none_in_a_replay() -> None:
-    training = Training(watch=WATCHED)
+    training = Training()
 
     def step(given: Any) -> None:
         training.buffer.keep(given)
@@ -280,101 +271,135 @@ def test_a_step_that_keeps_its_batch_keeps_none_in_a_replay() -> None:
     assert len(training.buffer.of(3)) == MICROBATCHES
 
 
-def test_a_tensor_parallel_model_without_its_group_is_refused_in_the_first_step() -> None:
+@pytest.mark.parametrize("last", [1, 4, 6])
+def test_memory_is_bounded_by_the_last_steps(last: int) -> None:
     training = Training()
-    training.replay_on("nonfinite")
-    of_net = mock.patch.object(wrappers, "is_tensor_parallel", lambda model: model is training.net)
-    with of_net, pytest.raises(ConfigurationError, match="tensor parallel: pass group="):
-        training.train(1, {})
+    training.buffer, sizes = ReplayBuffer(training.manager, last), list[int]()
+    keep = training.buffer.keep
+    training.buffer.keep = lambda given: sizes.append(keep(given) or training.buffer.nbytes)  # type: ignore[func-returns-value,method-assign,assignment,misc]
+    training.train(6, {})
+    assert training.buffer.steps == tuple(range(7 - last, 7))
+    each, of_batch = sizes[0], 4 * 8 * (32 + 16)
+    assert of_batch < each < of_batch + 25_000
+    assert sizes == [each * min(kept, 2 * (last - 1) + 2 - kept % 2) for kept in range(1, 13)]
+    for step in training.buffer.steps:
+        for microbatch, kept in enumerate(training.buffer.of(step)):
+            assert all(map(torch.equal, kept.batch(), batch(0, 10 * step + microbatch)))
+    assert training.buffer.of(6 - last) == []
 
 
-def named_on_all(watch: Mapping[str, Any]) -> Any:
-    training = Training(group=dist.group.WORLD, watch=watch)
-    training.replay_on("nonfinite", "jump")
-    with mock.patch.object(triggers, "replay", Seen(True)) as seen, captured_log() as log:
+def test_a_batch_is_a_copy_of_a_pytree_with_its_random_numbers() -> None:
+    buffer = ReplayBuffer(torch.nn.Linear(2, 2))
+    given: dict[str, Any] = {"x": [torch.ones(3, requires_grad=True), None], "names": ["a"], "n": np.zeros(2)}
+    drawn: list[tuple[Any, ...]] = []
+    for _ in range(2):
+        buffer.keep(given, step=1)
+        drawn.append((random.random(), np.random.rand(), torch.rand(2).tolist()))
+    with torch.no_grad():
+        given["x"][0].fill_(7)
+    given["names"].append("b")
+    given["n"][0] = 7
+    for kept, expected in zip(buffer.of(1), drawn):
+        again = kept.batch()
+        assert again["x"][0].tolist() == [1, 1, 1]
+        assert again["x"][0].requires_grad
+        assert again["x"][0].is_leaf
+        assert (again["x"][1], again["names"], again["n"].tolist()) == (None, ["a"], [0, 0])
+        set_random_state(kept.random_state, torch.device("cpu"))
+        assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == expected
+
+
+def test_a_step_that_a_scaler_skips_is_replaced() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    manager.attach(optimizer=optimizer, scaler=scaler)
+    buffer = ReplayBuffer(manager)
+    for index in range(4):
+        x, y = batch(0, index)
+        buffer.keep(x)
+        scaler.scale((net(x) - y).square().mean() * (torch.inf if index in (1, 2) else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert buffer.steps == (1, 2)
+    (kept,) = buffer.of(2)
+    assert torch.equal(kept.batch(), batch(0, 3)[0])
+
+
+def named_on_all() -> Any:
+    training = Training("nonfinite", "jump")
+    with mock.patch.object(triggers, "replay", Seen()) as seen, captured_log() as log:
         training.train(4, {3: math.nan})
     nonfinite = [(event.cause, event.step) for event in training.events if event.kind == "nonfinite"]
-    replayed = [event.replay[:3] for event in training.replays() if event.replay is not None]
     own = seen.batches == [bits(training.batch(3, 1, {3: math.nan})[0])]
-    return nonfinite, replayed, own, [message for _, message in log if SENTENCE in message]
+    return nonfinite, training.replays(), own, [message for _, message in log if SENTENCE in message]
 
 
 def test_all_ranks_replay_the_place_that_an_event_names(three_ranks: RankPool) -> None:
-    results = three_ranks.run(named_on_all, WATCHED)
-    for nonfinite, replayed, own, _ in results:
-        assert nonfinite == [((3, 2, 1, "first", "input"), 3)]
-        assert replayed == [("nonfinite", 3, 1)]
-        assert own
-    assert [len(told) for *_, told in results] == [1, 0, 0]
+    results = three_ranks.run(named_on_all)
+    for found in results:
+        assert found[:3] == ([((3, 2, 1, "first", "input"), 3)], [(3, ("nonfinite", 3, 1))], True)
+    assert [len(texts) for *_, texts in results] == [1, 0, 0]
 
 
 def parted() -> Any:
     """Only rank 0 sees a spike, then all do. A guard without ``mean_over`` trusts the loss that it is given."""
-    training = Training(group=dist.group.WORLD)
-    training.guard = LossGuard(min_history=3)
-    training.replay_on("spike")
+    training = Training("spike", guard=LossGuard(min_history=3), watch=None)
     apart = {4: 99.0, 5: 99.0} if training.rank == 0 else {}
     losses = {1: 1.0, 2: 1.1, 3: 1.0, 4: 1.0, 5: 1.0, 6: 1.0, 7: 99.0, **apart}
-    with mock.patch.object(triggers, "replay", Seen(True)), captured_log() as log:
+    with mock.patch.object(triggers, "replay", Seen()), captured_log() as log:
         training.train(7, {}, losses)
-    return training.manager.run_step, [event.step for event in training.replays()], [message for _, message in log]
-
-
-def test_ranks_that_see_different_events_neither_hang_nor_replay(two_ranks: RankPool) -> None:
-    (done, steps, log), (done_1, steps_1, log_1) = two_ranks.run(parted, timeout=60)
-    assert (done, steps) == (done_1, steps_1) == (7, [7])
-    assert sum("the ranks do not agree on an event" in message for message in log) == 1
-    assert not any("agree" in message for message in log_1)
+    return training.manager.run_step, [step for step, _ in training.replays()], [message for _, message in log]
 
 
 def forgetful() -> Any:
     """Rank 1 keeps only the first microbatch of each step."""
-    training = Training(group=dist.group.WORLD, watch=WATCHED)
+    training = Training("nonfinite")
     keep, kept = training.buffer.keep, itertools.count()
     if training.rank == 1:
         training.buffer.keep = lambda given: None if next(kept) % MICROBATCHES else keep(given)  # type: ignore[assignment,misc]
-    training.replay_on("nonfinite")
-    with mock.patch.object(triggers, "replay", Seen(True)), captured_log() as log:
+    with mock.patch.object(triggers, "replay", Seen()), captured_log() as log:
         training.train(4, {3: math.nan})
-    return training.manager.run_step, len(training.replays()), [message for _, message in log]
+    return training.manager.run_step, [step for step, _ in training.replays()], [message for _, message in log]
 
 
-def test_a_batch_that_one_rank_has_not_kept_is_not_replayed(two_ranks: RankPool) -> None:
-    (done, replays, log), other = two_ranks.run(forgetful, timeout=60)
-    assert (done, replays) == other[:2] == (4, 0)
-    assert sum("not every rank has kept the batch of step 3" in message for message in log) == 1
+@pytest.mark.parametrize(
+    ("differ", "done", "text"),
+    [
+        (parted, (7, [7]), "the ranks do not agree on an event"),
+        (forgetful, (4, []), "not every rank has kept the batch of step 3"),
+    ],
+)
+def test_ranks_that_differ_neither_hang_nor_replay(differ: Any, done: Any, text: str, two_ranks: RankPool) -> None:
+    (*first, log), (*second, other) = two_ranks.run(differ, timeout=60)
+    assert tuple(first) == tuple(second) == done
+    assert sum(text in message for message in log) == 1
+    assert not any(text in message for message in other)
 
 
-def counted(replays: bool) -> Any:
-    training = Training(group=dist.group.WORLD)
-    if replays:
-        training.replay_on("nonfinite")
-    with counted_collectives() as calls:
-        training.train(2, {})
-    return sum(size == 96 for size in calls.sizes), len(calls.names)
-
-
-def test_a_step_costs_one_small_all_reduce(two_ranks: RankPool) -> None:
-    ((_, without), _), ((small, total), _) = two_ranks.run(counted, False), two_ranks.run(counted, True)
-    assert (small, total) == (2, without + 2)
-
-
-def same_bits(update: str, replays: bool) -> Any:
-    training = Training(DelayedScaling(history_len=4, update=update), group=dist.group.WORLD, watch=WATCHED)  # type: ignore[arg-type]
-    if replays:
-        training.replay_on("nonfinite", at_most_every=1)
+def same_bits(update: str, *events: str) -> Any:
+    """Return the small collectives and all of them in two plain steps; the replays, weights and state at the end."""
+    recipe = DelayedScaling(history_len=4, update=update)  # type: ignore[arg-type]
+    training = Training(*events, recipe=recipe, at_most_every=1)
     with captured_log():
+        with counted_collectives() as calls:
+            training.train(2, {})
         training.train(3, {2: math.nan})
         done = len(training.replays())
         training.train(10, {})
-    return done, training.weights, state_bits(training.manager)
+    small = sum(size == 96 for size in calls.sizes)
+    return small, len(calls.names), done, training.weights, state_bits(training.manager)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
-def test_training_goes_on_with_the_same_bits(two_ranks: RankPool, update: str) -> None:
-    for (_, *without), (done, *replayed) in zip(
-        two_ranks.run(same_bits, update, False), two_ranks.run(same_bits, update, True)
+def test_training_goes_on_with_the_same_bits_and_a_step_costs_one_small_all_reduce(
+    two_ranks: RankPool, update: str
+) -> None:
+    for (_, without, _, *plain), (small, total, done, *replayed) in zip(
+        two_ranks.run(same_bits, update), two_ranks.run(same_bits, update, "nonfinite")
     ):
-        assert done == 1
-        assert replayed == without
+        assert (small, total, done) == (2, without + 2, 1)
+        assert replayed == plain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import itertools
@@ -12,9 +11,9 @@ import pickle
 import random
 import statistics
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import on_ranks
-from tests.support.training import Net, batch, bits, gradient_bits, histories, make_net, parameter_bits
+from tests.support.training import batch, bits, gradient_bits, histories, make_net
 
 NAN, INF = math.nan, math.inf
 
@@ -73,6 +72,8 @@ FALLING = [11 * math.exp(-i / 100) + 2 + noise for i, noise in enumerate(noisy(0
         # Although -2.7 > 2 * -3.
         pytest.param({}, [*[-3.0] * 20, -2.7, -0.1, 0.1], [23], id="a negative loss may rise by its magnitude"),
         pytest.param({}, [*NEAR_ZERO, 2e-3], [2001], id="usual noise near zero"),
+        pytest.param({"min_history": 3}, [1.0, 2.0, 3.0, 4.5], [], id="noise counts"),
+        pytest.param({"min_history": 3, "noise": 0.0}, [1.0, 2.0, 3.0, 4.5], [4], id="only the factor counts"),
         pytest.param({}, [*noisy(2.5, 0.02, 200), 3.0], [], id="less than twice"),
         pytest.param({"factor": 1.0}, [*noisy(2.5, 0.02, 200), 2.55, 3.0], [202], id="only the noise counts"),
         pytest.param({"factor": 1.3}, FALLING, [], id="a falling loss"),
@@ -97,13 +98,7 @@ def test_losses_that_raise_an_alarm(options: dict[str, Any], losses: list[float]
             assert alarm.kind == ("spike" if math.isfinite(alarm.loss) else "nonfinite")
 
 
-def test_without_the_noise_term_noise_is_an_alarm() -> None:
-    strict = LossGuard(action=silent, noise=0.0)
-    assert sum(strict.observe(loss) is not None for loss in NEAR_ZERO) > 100
-
-
-def test_the_median_is_that_of_the_good_losses() -> None:
-    """The guard's median equals that of the standard library over the last good losses."""
+def test_an_alarm_has_its_step_and_the_median_of_the_last_good_losses() -> None:
     guard, good = LossGuard(action=silent, window=20, min_history=5), list[float]()
     for i, loss in enumerate(noisy(3.0, 0.3, 100)):
         alarm = guard.observe(9.0 if i % 17 == 16 else loss)
@@ -112,15 +107,9 @@ def test_the_median_is_that_of_the_good_losses() -> None:
         else:
             assert alarm is None
             good.append(loss)
-
-
-def test_what_rises_on_is_an_alarm_of_its_own() -> None:
-    calls: list[int] = []
-    guard = LossGuard(action=lambda alarm: calls.append(alarm.step), min_history=5)
-    for loss in [1.0] * 10 + [5.0] * 5 + [50.0] * 5 + [50.0] * 5:
-        guard.observe(loss)
-    assert calls == [11, 16]
-    assert guard.alarms == 10
+    guard = LossGuard(action=silent)
+    steps = [guard.observe(NAN, step) for step in (None, 40, None)]  # The caller's, or one more than the last.
+    assert [alarm and (alarm.step, alarm.median) for alarm in steps] == [(1, None), (40, None), (41, None)]
 
 
 def test_numbers_and_tensors_are_losses() -> None:
@@ -140,26 +129,33 @@ def test_numbers_and_tensors_are_losses() -> None:
             LossGuard().observe(other)  # type: ignore[arg-type]
 
 
-def test_steps_are_the_callers_or_counted() -> None:
-    guard = LossGuard(action=silent)
-    steps = [guard.observe(NAN, step) for step in (None, 40, None)]
-    assert [alarm and (alarm.step, alarm.median) for alarm in steps] == [(1, None), (40, None), (41, None)]
+def test_an_action_runs_once_for_alarms_of_one_kind_in_a_row() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    seen: list[LossAlarm] = []
 
+    def lower(alarm: LossAlarm) -> None:
+        seen.append(alarm)
+        optimizer.param_groups[0]["lr"] /= 2
 
-def test_warn_logs_one_line_for_alarms_in_a_row() -> None:
-    guard = guard_after([2.0] * 20, action="warn")
-    with captured_log() as log:
-        for _ in range(5):
-            guard.observe(7.5)
-        guard.observe(2.0)
-        guard.observe(8.5)
-        guard.observe(NAN)
-    assert [message for _, message in log] == [
-        "fp8dist: step 21: the loss 7.5 is a spike, the running median is 2",
-        "fp8dist: step 27: the loss 8.5 is a spike, the running median is 2",
-        "fp8dist: step 28: the loss nan is not finite, the running median is 2",
+    texts = [
+        "step 21: the loss 7.5 is a spike, the running median is 2",
+        "step 27: the loss 8.5 is a spike, the running median is 2",
+        "step 28: the loss nan is not finite, the running median is 2",
     ]
-    assert guard.alarms == 7
+    for action, more in (("warn", ""), (lower, "lower is called")):
+        guard = guard_after([2.0] * 20, action=action)
+        with captured_log() as log:
+            for loss in [*[7.5] * 5, 2.0, 8.5, NAN]:
+                guard.observe(loss)
+        assert guard.alarms == 7
+        assert [message.partition("; ")[0] for _, message in log] == [f"fp8dist: {text}" for text in texts]
+        assert all(more in message for _, message in log)
+    assert seen[0] == LossAlarm(21, 7.5, 2.0, "spike")
+    assert (list(map(str, seen)), optimizer.param_groups[0]["lr"]) == (texts, 1 / 8)
+    guard = guard_after([1.0] * 10, action=lower, min_history=5)
+    for loss in [5.0] * 5 + [50.0] * 10:  # What rises on after a new level is an alarm of its own.
+        guard.observe(loss)
+    assert ([alarm.step for alarm in seen[3:]], guard.alarms) == ([11, 16], 10)
 
 
 def test_stop_raises_at_each_alarm() -> None:
@@ -191,25 +187,6 @@ def test_fallback_sets_high_precision() -> None:
     assert message.endswith("; 2 steps follow in high precision")
 
 
-def test_a_callable_lowers_the_learning_rate() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    seen: list[LossAlarm] = []
-
-    def lower(alarm: LossAlarm) -> None:
-        seen.append(alarm)
-        optimizer.param_groups[0]["lr"] /= 2
-
-    guard = guard_after([2.0] * 20, action=lower)
-    with captured_log() as log:
-        for loss in (7.5, 7.5, 2.0, NAN):
-            guard.observe(loss)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    assert seen[0] == LossAlarm(21, 7.5, 2.0, "spike")
-    assert seen[1].kind == "nonfinite"
-    assert len(log) == 2
-    assert "lower is called" in log[0][1]
-
-
 def test_a_resumed_guard_decides_as_an_unbroken_one() -> None:
     generator = random.Random(3)
     losses = noisy(2.0, 0.1, 400, seed=3)
@@ -231,27 +208,21 @@ def test_a_resumed_guard_decides_as_an_unbroken_one() -> None:
         assert second.alarms == sum(line != "None" for line in whole)
 
 
-def test_a_state_is_a_copy_and_a_shorter_window_takes_the_newest_losses() -> None:
+def test_states_that_are_loaded() -> None:
     guard = guard_after([1.0] * 90 + [1.5] * 10)
     state = guard.state_dict()
     guard.observe(1.0)
-    assert state["losses"] == [1.0] * 90 + [1.5] * 10
+    assert state["losses"] == [1.0] * 90 + [1.5] * 10  # A copy.
     short = LossGuard(action=silent, window=10)
     short.load_state_dict(state)
-    assert short.state_dict()["losses"] == [1.5] * 10
-
-
-def test_a_damaged_state_changes_nothing() -> None:
-    cases = [{"losses": None}, {"losses": [NAN]}, {"spikes": ["a"]}, {"step": "a"}]
-    cases += [{"streak": ["quiet", 1]}, {"streak": ["spike"]}]
-    for damage in cases:
-        guard = guard_after([1.0] * 3)
-        before = guard.state_dict()
+    before = short.state_dict()
+    assert before["losses"] == [1.5] * 10  # The newest.
+    damaged: list[dict[str, Any]] = [{"losses": None}, {"losses": [NAN]}, {"spikes": ["a"]}, {"step": "a"}]
+    damaged += [{"streak": ["quiet", 1]}, {"streak": ["spike"]}]
+    for wrong in [{}, *({**before, **damage} for damage in damaged)]:
         with pytest.raises(CheckpointError, match="not the state of a LossGuard"):
-            guard.load_state_dict({**before, **damage})
-        with pytest.raises(CheckpointError, match="not the state of a LossGuard"):
-            guard.load_state_dict({})
-        assert guard.state_dict() == before
+            short.load_state_dict(wrong)
+        assert short.state_dict() == before
 
 
 def test_mistakes() -> None:
@@ -292,15 +263,14 @@ class Switch:
 
 
 @pytest.mark.parametrize(
-    ("odd", "mesh", "told"),
+    ("odd", "mesh", "text"),
     [
         (NAN, False, "step 13: the loss nan is not finite, the running median is 2.5"),
-        (INF, False, "step 13: the loss inf is not finite, the running median is 2.5"),
         (20.0, True, "step 13: the loss 11 is a spike, the running median is 2.5"),
     ],
 )
 @on_ranks(2)
-def test_what_one_rank_meets_all_ranks_act_on(odd: float, mesh: bool, told: str) -> None:
+def test_what_one_rank_meets_all_ranks_act_on(odd: float, mesh: bool, text: str) -> None:
     """Rank 1 alone observes the loss ``odd`` at steps 13 and 14."""
     group: Any = init_device_mesh("cpu", (2,)) if mesh else dist.group.WORLD
     called: list[LossAlarm] = []
@@ -324,239 +294,34 @@ def test_what_one_rank_meets_all_ranks_act_on(odd: float, mesh: bool, told: str)
                     stopped += 1
                 if alarm is not None:
                     first.setdefault(name, str(alarm))
-    assert first == dict.fromkeys(guards, told)
+    assert first == dict.fromkeys(guards, text)
     assert stopped == 2  # At each alarm; the others act once for alarms in a row.
-    assert [str(alarm) for alarm in called] == [told]
+    assert [str(alarm) for alarm in called] == [text]
     assert switch.calls == [("*", "high", 101)]
     assert (set(calls.names), len(calls.names), set(calls.sizes)) == ({"all_reduce"}, 15 * 4, {8})
     same_on_all_ranks(repr(guards["warn"].state_dict()))
-    said = [message.split(";")[0] for _, message in log]
-    assert said == ([f"fp8dist: {told}"] * 3 if dist.get_rank() == 0 else [])
+    logged = [message.split(";")[0] for _, message in log]
+    assert logged == ([f"fp8dist: {text}"] * 3 if dist.get_rank() == 0 else [])
 
 
 @on_ranks(2)
-def test_reduced_losses_need_no_collective() -> None:
-    guard = LossGuard()
+def test_losses_of_ranks() -> None:
+    """Losses that are reduced need no collective. Local ones are averaged in float64, and left alone."""
+    reduced, local = LossGuard(), LossGuard(min_history=1, mean_over=dist.group.WORLD)
     with captured_log() as log, counted_collectives() as calls:
-        told = [guard.observe(loss) is not None for loss in [1.0] * 12 + [NAN]]
-    assert told == [False] * 12 + [True]
+        alarms = [reduced.observe(loss) is not None for loss in [1.0] * 12 + [NAN]]
+    assert alarms == [False] * 12 + [True]
     assert (len(log), calls.names) == (int(dist.get_rank() == 0), [])
-
-
-@on_ranks(2)
-def test_local_losses_are_averaged_in_float64_and_left_alone() -> None:
-    """A float64 loss whose mean float32 cannot represent."""
-    guard = LossGuard(min_history=1, mean_over=dist.group.WORLD)
-    mine = 2.0**25 if dist.get_rank() == 0 else 1.0
+    mine = 2.0**25 if dist.get_rank() == 0 else 1.0  # float32 cannot represent the mean.
     loss = torch.tensor(mine, dtype=torch.float64)
-    guard.observe(loss)
-    assert guard.state_dict()["losses"] == [(2.0**25 + 1) / 2]
+    local.observe(loss)
+    assert local.state_dict()["losses"] == [(2.0**25 + 1) / 2]
     assert float(loss) == mine
-
-
-@on_ranks(2)
-def test_a_dtensor_is_refused() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(ConfigurationError) as caught:
-        LossGuard().observe(distribute_tensor(torch.tensor(1.0), mesh, [Replicate()]))
-    assert "loss.full_tensor()" in str(caught.value)
+    with pytest.raises(ConfigurationError, match=r"loss\.full_tensor\(\)"):
+        reduced.observe(distribute_tensor(torch.tensor(1.0), init_device_mesh("cpu", (2,)), [Replicate()]))
 
 
 Make = Callable[[list[nn.Parameter]], Any]
-
-OPTIMIZERS: dict[str, Make] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
-    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1, fused=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9),
-    "muon": lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], lr=0.01, weight_decay=0.1),
-}
-FOUR_LOSSES = {"step": 4, "alarms": 0, "losses": [1.0] * 4, "spikes": [], "streak": None}
-USUAL = "forward backward observe step zero"
-LATE = r"observe\(\) came after optimizer\.step\(\)"
-
-
-def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    loss: Tensor = (net(x) - y).square().mean()
-    return loss
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def state_of(optimizer: Optimizer) -> list[tuple[str, object]]:
-    """Return the optimizer's whole state, tensors as bits."""
-    states = optimizer.state_dict()
-    return [
-        (f"{index}.{name}", bits(local(value)) if isinstance(value, Tensor) else value)
-        for index, state in sorted(states["state"].items())
-        for name, value in sorted(state.items())
-    ] + [(f"group {i}", repr(group)) for i, group in enumerate(states["param_groups"])]
-
-
-class Wrapped:
-    """Wraps an optimizer as Accelerate does."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-
-class Loop:
-    """A training loop whose order of calls each test chooses.
-
-    Args:
-        make: makes the optimizer, or several, from the parameters.
-        given: makes what the guard gets from the optimizers.
-        shown: losses to observe in place of its own. The guard has then seen four losses of 1.0.
-    """
-
-    def __init__(
-        self,
-        action: Any = "skip",
-        make: Make = OPTIMIZERS["adamw"],
-        given: Callable[[Any], Any] = lambda optimizer: optimizer,
-        shown: list[float] | None = None,
-    ) -> None:
-        self.net = make_net()
-        made = make(list(self.net.parameters()))
-        self.optimizers: list[Optimizer] = made if isinstance(made, list) else [made]
-        manager = fp8dist.prepare(self.net).attach(optimizer=made) if action == "fallback" else None
-        history = 10 if shown is None else 2
-        self.guard = LossGuard(action, min_history=history, optimizer=given(made), manager=manager)
-        if shown is not None:
-            self.guard.load_state_dict(FOUR_LOSSES)
-        self._shown = iter(shown or ())
-        self._indices = count()
-        self.loss = torch.tensor(0.0)
-
-    def forward(self) -> None:
-        self.loss = loss_of(self.net, *batch(0, next(self._indices)))
-
-    def backward(self) -> None:
-        self.loss.backward()
-
-    def observe(self) -> None:
-        self.guard.observe(next(self._shown, self.loss))
-
-    def observe_detached(self) -> None:
-        self.guard.observe(float(self.loss.detach()))
-
-    def clip(self) -> None:
-        nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
-
-    def step(self) -> None:
-        """A skipped step, too, keeps the gradients: the same tensors, because a CUDA graph may write to them again."""
-        before = [(p.grad, g) for p, g in zip(self.net.parameters(), gradient_bits(self.net).values())]
-        self.take_step()
-        after = zip(self.net.parameters(), gradient_bits(self.net).values())
-        assert all(p.grad is grad and bits == kept for (p, bits), (grad, kept) in zip(after, before))
-
-    def take_step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def zero_in_place(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=False)
-
-    def accumulate(self) -> None:
-        for _ in range(3):
-            self.forward()
-            self.backward()
-
-    def resume(self) -> None:
-        state = self.guard.state_dict()
-        self.guard = LossGuard(self.guard._action, optimizer=self.optimizers)  # type: ignore[arg-type]
-        self.guard.load_state_dict(state)
-
-    def run(self, order: str, times: int = 4) -> list[bool]:
-        """Return which of ``times`` repetitions changed parameters, and optimizers' states with them."""
-        changed = []
-        for _ in range(times):
-            before = parameter_bits(self.net), [state_of(optimizer) for optimizer in self.optimizers]
-            for name in order.split():
-                getattr(self, name)()
-            after = parameter_bits(self.net), [state_of(optimizer) for optimizer in self.optimizers]
-            changed.append(before != after)
-            assert (before[0] == after[0]) is (before[1] == after[1])
-        return changed
-
-
-@pytest.mark.parametrize("losses", [[1.0, 1.0, 1.0, 50.0, 50.0, 1.0], [NAN, NAN, 1.0], [INF, INF, 1.0]], ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_skipped_step_leaves_parameters_and_state_alone(name: str, losses: list[float]) -> None:
-    loop = Loop(make=OPTIMIZERS[name], shown=losses)
-    with captured_log() as log:
-        # Every alarm skips, not only the first of a streak.
-        assert loop.run(USUAL, len(losses)) == [loss == 1.0 for loss in losses]
-    assert loop.guard.alarms == 2
-    assert [message.split("; ")[1] for _, message in log] == ["this step's update is skipped"]
-
-
-def test_an_alarm_is_for_one_step() -> None:
-    """A step without an observed loss runs. So does a step after an alarm whose own step the loop never ran."""
-    loop = Loop(make=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), shown=[50.0, 50.0, 1.0])
-    with captured_log():
-        assert loop.run("forward backward observe step", 1) == [False]
-        assert loop.run("step", 1) == [True]
-        assert loop.run("forward backward observe", 1) == [False]
-        assert loop.run("zero forward backward observe step", 1) == [True]
-    assert loop.guard.alarms == 2
-
-
-class CompiledLoop(Loop):
-    """Compiles the optimizer's step."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.take_step = torch.compile(self.optimizers[0].step, backend="eager")  # type: ignore[method-assign]
-
-
-class ScaledLoop(Loop):
-    """Scales the loss by a GradScaler with this scale, or not."""
-
-    def __init__(self, scale: float | None = None, **options: Any) -> None:
-        super().__init__(**options)
-        self.scaler = GradScaler("cpu", init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
-
-    def overflow(self) -> None:
-        self.loss = self.loss * math.inf
-
-    def backward(self) -> None:
-        self.scaler.scale(self.loss).backward()
-
-    def unscale(self) -> None:
-        for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
-        self.scaler.update()
-
-
-class FP8Loop(ScaledLoop):
-    """In FP8. The batch of step 2 is a thousand times as large."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.manager = fp8dist.prepare(self.net, fp8dist.DelayedScaling(history_len=4))
-        given = {"scaler": self.scaler} if self.scaler.is_enabled() else {}
-        self.manager.attach(optimizer=self.optimizers[0], **given)
-
-    def forward(self) -> None:
-        index = next(self._indices)
-        x, y = batch(0, index)
-        self.loss = loss_of(self.net, x * (1000 if index == 2 else 1), y)
 
 
 def muon_and_adamw(parameters: list[nn.Parameter]) -> list[Optimizer]:
@@ -564,26 +329,32 @@ def muon_and_adamw(parameters: list[nn.Parameter]) -> list[Optimizer]:
     return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Raised by torch itself.
-@pytest.mark.parametrize(
-    ("kind", "options", "order"),
-    [
-        pytest.param(Loop, {}, "forward observe zero backward step", id="observe before backward"),
-        pytest.param(Loop, {"make": muon_and_adamw}, USUAL, id="several optimizers"),
-        pytest.param(Loop, {"given": Wrapped}, USUAL, id="a wrapped optimizer"),
-        pytest.param(CompiledLoop, {}, USUAL, id="compiled", marks=pytest.mark.slow),
-        pytest.param(FP8Loop, {}, USUAL, id="FP8"),
-        pytest.param(FP8Loop, {"scale": 64.0}, USUAL, id="FP8 with GradScaler"),
-    ],
-)
-def test_a_loop_skips_the_update_of_an_alarm(kind: type[Loop], options: dict[str, Any], order: str) -> None:
-    loop = kind(shown=[1.0, 1.0, 50.0, 1.0], **options)
-    with captured_log():
-        assert loop.run(order) == [True, True, False, True]
-    if isinstance(loop, FP8Loop):  # Its FP8 step ends as usual.
-        assert loop.manager.steps == 4
-        inputs = [float((batch(0, i)[0] * (1000 if i == 2 else 1)).abs().max()) for i in range(4)]
-        assert histories(loop.manager)["first", "input"] == inputs
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "muon": lambda p: torch.optim.Muon([q for q in p if q.ndim == 2], lr=0.01, weight_decay=0.1),
+    "several": muon_and_adamw,
+}
+FOUR_LOSSES = {"step": 4, "alarms": 0, "losses": [1.0] * 4, "spikes": [], "streak": None}
+USUAL = "forward backward observe step zero"
+LATE = r"observe\(\) came after optimizer\.step\(\)"
+
+
+def loss_of(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return (net(x) - y).square().mean()
+
+
+def local_bits(value: Any) -> Any:
+    """Return the bits of this rank's part of a tensor; another value as it is."""
+    return bits(value.to_local() if isinstance(value, DTensor) else value) if isinstance(value, Tensor) else value
+
+
+class Wrapped:
+    """Wraps an optimizer as Accelerate does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
 
 
 class Around(Optimizer):
@@ -601,41 +372,222 @@ class Around(Optimizer):
                 parameter.mul_(0.5)
 
 
+class Loop:
+    """A training loop whose order of calls each test chooses.
+
+    Args:
+        action: of the guard; None: no guard.
+        make: makes the optimizer, or several, from the parameters.
+        given: makes what the guard gets from the optimizers.
+        shown: losses to observe in place of its own. The guard has then seen four losses of 1.0.
+        wrap: makes what the loop calls from the net.
+        scale: of a GradScaler; None: without one.
+        fp8: prepare the net. The batch of step 2 is a thousand times as large.
+    """
+
+    def __init__(
+        self,
+        action: Any = "skip",
+        make: Make = OPTIMIZERS["adamw"],
+        given: Callable[[Any], Any] = lambda optimizer: optimizer,
+        shown: list[float] | None = None,
+        wrap: Callable[[nn.Module], Any] | None = None,
+        scale: float | None = None,
+        fp8: bool = False,
+        mean_over: Any = None,
+    ) -> None:
+        self.net = make_net()
+        self.called: Any = self.net if wrap is None else wrap(self.net)
+        self._keeps_gradients = wrap is None and scale is None
+        made = make(list(self.called.parameters()))
+        self.optimizers: list[Optimizer] = made if isinstance(made, list) else [made]
+        self.scaler = GradScaler("cpu", init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
+        self.manager: Any = None
+        if fp8 or action == "fallback":
+            self.manager = fp8dist.prepare(self.net, fp8dist.DelayedScaling(history_len=4))
+            self.manager.attach(optimizer=made, scaler=self.scaler if scale is not None else None)
+        self.guard: Any = None
+        if action is not None:
+            history = 10 if shown is None else 2
+            self.guard = LossGuard(
+                action, min_history=history, optimizer=given(made), manager=self.manager, mean_over=mean_over
+            )
+            if shown is not None:
+                self.guard.load_state_dict(FOUR_LOSSES)
+        self.take_step: Callable[[], Any] = self._step_all
+        self._shown = iter(shown or ())
+        self.indices = count()
+        self._fp8 = fp8
+        self.loss = torch.tensor(0.0)
+
+    def forward(self) -> None:
+        index = next(self.indices)
+        x, y = batch(dist.get_rank() if dist.is_initialized() else 0, index)
+        self.loss = loss_of(self.called, x * (1000 if self._fp8 and index == 2 else 1), y)
+
+    def overflow(self) -> None:
+        self.loss = self.loss * math.inf
+
+    def backward(self) -> None:
+        self.scaler.scale(self.loss).backward()
+
+    def observe(self) -> None:
+        if self.guard is not None:
+            self.guard.observe(next(self._shown, self.loss))
+
+    def observe_detached(self) -> None:
+        self.guard.observe(float(self.loss.detach()))
+
+    def unscale(self) -> None:
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+
+    def clip(self) -> None:
+        if isinstance(self.called, FullyShardedDataParallel):
+            self.called.clip_grad_norm_(0.1)
+        else:
+            nn.utils.clip_grad_norm_(self.called.parameters(), 0.1)
+
+    def step(self) -> None:
+        """A skipped step, too, keeps the gradients: the same tensors, because a CUDA graph may write to them again."""
+        if not self._keeps_gradients:
+            self.take_step()
+            return
+        before = [(p.grad, g) for p, g in zip(self.net.parameters(), gradient_bits(self.net).values())]
+        self.take_step()
+        after = zip(self.net.parameters(), gradient_bits(self.net).values())
+        assert all(p.grad is grad and bits == kept for (p, bits), (grad, kept) in zip(after, before))
+
+    def _step_all(self) -> None:
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def zero(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def zero_in_place(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=False)
+
+    def accumulate(self) -> None:
+        for _ in range(3):
+            self.forward()
+            self.backward()
+
+    def resume(self) -> None:
+        state = self.guard.state_dict()
+        self.guard = LossGuard(self.guard._action, optimizer=self.optimizers)
+        self.guard.load_state_dict(state)
+
+    def parameters(self) -> list[bytes]:
+        return [local_bits(parameter) for parameter in self.called.parameters()]
+
+    def state(self) -> list[Any]:
+        """Return the whole state of the optimizers."""
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        return [
+            [{name: local_bits(value) for name, value in state["state"][i].items()} for i in sorted(state["state"])]
+            for state in states
+        ] + [repr(state["param_groups"]) for state in states]
+
+    def run(self, order: str, times: int = 4) -> list[bool]:
+        """Return which of ``times`` repetitions changed parameters, and optimizers' states with them."""
+        changed = []
+        for _ in range(times):
+            before = self.parameters(), self.state()
+            for name in order.split():
+                getattr(self, name)()
+            after = self.parameters(), self.state()
+            changed.append(before != after)
+            assert (before[0] == after[0]) is (before[1] == after[1])
+        return changed
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skipped_step_leaves_parameters_and_state_alone(name: str) -> None:
+    losses = [1.0, 1.0, 50.0, 50.0, 1.0, NAN, INF, 1.0]
+    loop = Loop(make=OPTIMIZERS[name], shown=losses)
+    with captured_log() as log:
+        # Every alarm skips, not only the first of a streak.
+        assert loop.run(USUAL, len(losses)) == [loss == 1.0 for loss in losses]
+    assert loop.guard.alarms == 4
+    assert [message.split("; ")[1] for _, message in log] == ["this step's update is skipped"] * 2
+
+
+def test_an_alarm_is_for_one_step() -> None:
+    """A step without an observed loss runs. So does a step after an alarm whose own step the loop never ran."""
+    loop = Loop(make=OPTIMIZERS["sgd momentum"], shown=[50.0, 50.0, 1.0])
+    with captured_log():
+        assert loop.run("forward backward observe step", 1) == [False]
+        assert loop.run("step", 1) == [True]
+        assert loop.run("forward backward observe", 1) == [False]
+        assert loop.run("zero forward backward observe step", 1) == [True]
+    assert loop.guard.alarms == 2
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Raised by torch itself.
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [
+        pytest.param({}, "forward observe zero backward step", id="observe before backward"),
+        pytest.param({"given": Wrapped}, USUAL, id="a wrapped optimizer"),
+        pytest.param({"compiled": True}, USUAL, id="compiled", marks=pytest.mark.slow),
+        pytest.param({"fp8": True}, USUAL, id="FP8"),
+        pytest.param({"fp8": True, "scale": 64.0}, USUAL, id="FP8 with GradScaler"),
+    ],
+)
+def test_a_loop_skips_the_update_of_an_alarm(options: dict[str, Any], order: str) -> None:
+    compiled = options.pop("compiled", False)
+    loop = Loop(shown=[1.0, 1.0, 50.0, 1.0], **options)
+    if compiled:
+        loop.take_step = torch.compile(loop.optimizers[0].step, backend="eager")
+    with captured_log():
+        assert loop.run(order) == [True, True, False, True]
+    if loop.manager is not None:  # Its FP8 step ends as usual.
+        assert loop.manager.steps == 4
+        inputs = [float((batch(0, i)[0] * (1000 if i == 2 else 1)).abs().max()) for i in range(4)]
+        assert histories(loop.manager)["first", "input"] == inputs
+
+
 def test_an_optimizer_inside_another() -> None:
     def two(parameters: list[nn.Parameter]) -> list[Optimizer]:
         inner = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         return [inner, Around(inner)]
 
     loop = Loop(make=two, shown=[50.0])
-    loop.take_step = loop.optimizers[1].step  # type: ignore[method-assign]
+    loop.take_step = loop.optimizers[1].step
     with captured_log():
         assert loop.run("forward backward observe step", 1) == [False]
     assert loop.run("step", 1) == [True]
 
 
 @pytest.mark.parametrize(
-    "order",
+    ("name", "order"),
     [
-        "forward backward observe step zero",
-        "forward backward unscale observe step zero",
-        "forward backward observe unscale clip step zero",
+        ("adamw", USUAL),
+        ("adamw", "forward backward unscale observe step zero"),
+        ("adamw fused", USUAL),
+        ("several", "forward backward observe unscale clip step zero"),
     ],
 )
-@pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], OPTIMIZERS["adamw fused"], muon_and_adamw])
-def test_grad_scaler(make: Make, order: str) -> None:
-    """GradScaler still checks the dropped gradients for Inf, so step() and update() both work."""
-    loop = ScaledLoop(scale=1024.0, make=make, shown=[1.0, 50.0, NAN, 1.0, 1.0])
+def test_grad_scaler(name: str, order: str) -> None:
+    """GradScaler still checks the dropped gradients for Inf, so step() and update() both work. A step that it skips is
+    no step."""
+    loop = Loop(scale=1024.0, make=OPTIMIZERS[name], shown=[1.0, 50.0, NAN, 1.0, 1.0, 1.0])
     scales = []
-    with captured_log():
-        for index in range(5):
-            overflows = "forward overflow" if index == 2 else "forward"
-            assert loop.run(order.replace("forward", overflows), 1) == [index not in (1, 2)]
+    with captured_log() as log:
+        for index in range(6):
+            overflows = "forward overflow" if index in (2, 4) else "forward"
+            assert loop.run(order.replace("forward", overflows), 1) == [index not in (1, 2, 4)]
             scales.append(loop.scaler.get_scale())
-    assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]  # The same scales as without a guard.
+    assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 512.0, 512.0]  # The same scales as without a guard.
+    assert len(log) == 2  # The two alarms: no observe() counts as late.
 
 
 RIGHT = {
-    "usual": "forward backward observe step zero",
+    "usual": USUAL,
     "a number": "forward backward observe_detached step zero",
     "zero in place": "forward backward observe step zero_in_place",
     "zero first": "zero forward backward observe step",
@@ -656,52 +608,6 @@ RIGHT = {
     "resumed each step": "forward backward observe resume step zero",
     "resumed before forward": "resume forward backward observe step zero",
 }
-ACTIONS: dict[str, Any] = {**{name: name for name in ("warn", "skip", "stop", "fallback")}, "callable": silent}
-
-
-def test_what_is_in_time_is_in_time() -> None:
-    cases = [*itertools.product(RIGHT, ("skip", "warn")), ("usual", "stop"), ("usual", "callable")]
-    for order, action in cases:
-        loop = Loop(ACTIONS[action])
-        with captured_log() as log:
-            loop.run(RIGHT[order], times=3)
-        assert log == []
-
-
-def test_a_step_that_a_scaler_skips_is_no_step() -> None:
-    for fused in (False, True):
-        net = make_net()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)
-        guard = LossGuard("skip", optimizer=optimizer)
-        scaler = GradScaler("cpu", init_scale=2.0**127)  # The first steps overflow.
-        with captured_log() as log:
-            for index in range(6):
-                loss = 100 * loss_of(net, *batch(0, index))
-                scaler.scale(loss).backward()
-                guard.observe(loss)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-        assert log == []
-        assert scaler.get_scale() < 2.0**127
-
-
-def test_optimizers_that_take_turns() -> None:
-    """Each step belongs to one optimizer; the other still has old gradients."""
-    net = make_net()
-    half = torch.optim.SGD(net.first.parameters(), lr=0.1)
-    other = torch.optim.SGD(net.last.parameters(), lr=0.1)
-    guard = LossGuard("skip", optimizer=[half, other])
-    for index in range(6):
-        optimizer = (half, other)[index % 2]
-        inputs = [p for group in optimizer.param_groups for p in group["params"]]
-        loss = loss_of(net, *batch(0, index))
-        loss.backward(inputs=inputs)
-        guard.observe(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 WRONG = {
     "usual": "forward backward step observe zero",
     "a number": "forward backward step observe_detached zero",
@@ -714,11 +620,34 @@ WRONG = {
 }
 
 
-def test_what_is_late_is_an_error_or_a_warning() -> None:
-    cases = [*itertools.product(WRONG, ("skip", "warn"))]
-    cases += [("usual", action) for action in ("stop", "fallback", "callable")]
+def test_what_is_in_time_is_in_time() -> None:
+    cases = [*itertools.product(RIGHT, ("skip", "warn")), ("usual", "stop"), ("usual", silent)]
     for order, action in cases:
-        loop = Loop(ACTIONS[action])
+        loop = Loop(action)
+        with captured_log() as log:
+            loop.run(RIGHT[order], times=3)
+        assert log == []
+
+
+def test_optimizers_that_take_turns() -> None:
+    """Each step belongs to one optimizer; the other still has old gradients."""
+    net = make_net()
+    half = torch.optim.SGD(net.first.parameters(), lr=0.1)
+    other = torch.optim.SGD(net.last.parameters(), lr=0.1)
+    guard = LossGuard("skip", optimizer=[half, other])
+    for index in range(6):
+        optimizer = (half, other)[index % 2]
+        loss = loss_of(net, *batch(0, index))
+        loss.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
+        guard.observe(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_is_late_is_an_error_or_a_warning() -> None:
+    cases = [*itertools.product(WRONG, ("skip", "warn")), *(("usual", one) for one in ("stop", "fallback", silent))]
+    for order, action in cases:
+        loop = Loop(action)
         if action == "skip":
             for _ in range(2):  # The first wrong order raises, and so does the second.
                 with pytest.raises(ConfigurationError, match=LATE):
@@ -726,6 +655,9 @@ def test_what_is_late_is_an_error_or_a_warning() -> None:
             continue
         with captured_log() as log:
             loop.run(WRONG[order])
+            if action == "stop":  # A late loss is judged as any other.
+                with pytest.raises(LossDiverged):
+                    loop.guard.observe(NAN)
         ((_, message),) = log
         assert message == (
             "fp8dist: LossGuard: observe() came after optimizer.step(): the update with this loss's gradients is made "
@@ -736,15 +668,6 @@ def test_what_is_late_is_an_error_or_a_warning() -> None:
     assert log == []  # Without an optimizer nothing is noticed.
 
 
-def test_a_late_loss_is_still_judged() -> None:
-    loop = Loop("stop")
-    with captured_log() as log:
-        loop.run("forward backward step")
-        with pytest.raises(LossDiverged):
-            loop.guard.observe(math.nan)
-    assert len(log) == 1
-
-
 def test_a_loss_older_than_the_step_is_late_even_where_losses_come_before_backward() -> None:
     loop = Loop("skip")
     loop.run("forward observe backward step zero")
@@ -753,42 +676,18 @@ def test_a_loss_older_than_the_step_is_late_even_where_losses_come_before_backwa
         loop.observe()
 
 
-@pytest.mark.parametrize("observed", [True, False])
-def test_a_closure_is_refused(observed: bool) -> None:
+def test_a_closure_is_refused() -> None:
     loop = Loop()
-    if observed:
-        loop.guard.observe(1.0)
-    before = parameter_bits(loop.net)
+    before = loop.parameters()
     for arguments, named in (((lambda: 1.0,), {}), ((), {"closure": lambda: 1.0})):
         with pytest.raises(ConfigurationError, match=r"not support optimizer\.step\(closure\)"):
             loop.optimizers[0].step(*arguments, **named)
-    assert parameter_bits(loop.net) == before
+        loop.guard.observe(1.0)
+    assert loop.parameters() == before
 
 
 @pytest.mark.slow
 def test_hooks_go_with_the_guard_and_the_guard_keeps_nothing() -> None:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    guard = LossGuard("skip", optimizer=optimizer)
-    loss = loss_of(net, *batch(0, 0))
-    loss.backward()
-    guard.observe(loss)
-    optimizer.step()
-    del loss
-    assert (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)) == (1, 1)
-    del guard
-    gc.collect()
-    assert (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)) == (0, 0)
-    guard = LossGuard("skip", optimizer=optimizer)
-    gone = [weakref.ref(thing) for thing in (net, optimizer, next(net.parameters()))]
-    del net, optimizer
-    gc.collect()
-    assert [thing() for thing in gone] == [None] * 3
-    with pytest.raises(ConfigurationError, match="no longer exists"):
-        guard.observe(1.0)
-
-
-def test_gradients_are_not_kept() -> None:
     loop = Loop(shown=[50.0])
     with captured_log():
         loop.run("forward backward observe step", times=1)
@@ -796,6 +695,19 @@ def test_gradients_are_not_kept() -> None:
     loop.zero()
     gc.collect()
     assert gradient() is None
+    (optimizer,) = loop.optimizers
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    assert list(map(len, hooks)) == [1, 1]
+    loop.guard = None
+    gc.collect()
+    assert list(map(len, hooks)) == [0, 0]
+    guard = LossGuard("skip", optimizer=optimizer)
+    gone = [weakref.ref(thing) for thing in (loop.net, optimizer, next(loop.net.parameters()))]
+    del loop, optimizer
+    gc.collect()
+    assert [thing() for thing in gone] == [None] * 3
+    with pytest.raises(ConfigurationError, match="no longer exists"):
+        guard.observe(1.0)
 
 
 def test_copies() -> None:
@@ -811,127 +723,71 @@ def test_copies() -> None:
         copy.deepcopy(optimizer).step(lambda: 1.0)
 
 
-BAD = 5
-"""Index of the batch whose loss spikes on rank 1."""
+def parallel(kind: str) -> Callable[[nn.Module], Any]:
+    def wrap(net: Any) -> Any:
+        if kind == "fsdp2":
+            for module in (net.first, net.branch, net.last, net):
+                fully_shard(module)
+            return net
+        if kind.startswith("fsdp1"):
+            cpu = torch.device("cpu")
+            return FullyShardedDataParallel(net, use_orig_params=kind == "fsdp1", device_id=cpu)
+        return DistributedDataParallel(net, gradient_as_bucket_view=True)
 
-
-def batches(leave_out: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
-    rank = dist.get_rank()
-    for index in range(9):
-        if index == BAD and leave_out:
-            continue
-        x, y = batch(rank, index)
-        yield index, x, y + 300 * (index == BAD and rank == 1)
-
-
-def parallel(kind: str) -> nn.Module:
-    net = make_net()
-    if kind == "fsdp2":
-        for module in (net.first, net.branch, net.last, net):
-            fully_shard(module)
-        return net
-    if kind == "fsdp1":
-        return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
-    if kind == "fsdp1 flat":
-        return FullyShardedDataParallel(net, use_orig_params=False, device_id=torch.device("cpu"))
-    return DistributedDataParallel(net, gradient_as_bucket_view=kind == "ddp view")
-
-
-class Trained(NamedTuple):
-    """What the training of a rank left."""
-
-    parameters: list[bytes]
-    state: list[tuple[str, object]]
-    alarms: list[str]
-    unchanged: list[int]
-    """Indices of batches whose step changed nothing."""
-    log: list[str]
-    sizes: set[int]
-    """Bytes of the guard's collectives."""
-
-
-def trained(kind: str, name: str, leave_out: bool, clip: bool) -> Trained:
-    """Train with a guard that skips the bad batch, or, if ``leave_out``, without a guard and without the bad batch."""
-    net = parallel(kind)
-    optimizer = OPTIMIZERS[name](list(net.parameters()))
-    guard = None if leave_out else LossGuard("skip", min_history=3, mean_over=dist.group.WORLD, optimizer=optimizer)
-    alarms: list[str] = []
-    unchanged = []
-    with captured_log() as log, counted_collectives() as calls:
-        for index, x, y in batches(leave_out):
-            for half in (slice(0, 4), slice(4, 8)):
-                loss = loss_of(net, x[half], y[half])
-                (loss / 2).backward()
-            before = local_bits(net), state_of(optimizer)
-            if guard is not None and (alarm := guard.observe(loss)) is not None:
-                alarms.append(alarm.kind)
-            if clip and isinstance(net, FullyShardedDataParallel):
-                net.clip_grad_norm_(1.0)
-            elif clip:
-                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
-            if (local_bits(net), state_of(optimizer)) == before:
-                unchanged.append(index)
-            optimizer.zero_grad()
-    sizes = {size for name, size in zip(calls.names, calls.sizes) if (name, size) == ("all_reduce", 16)}
-    return Trained(local_bits(net), state_of(optimizer), alarms, unchanged, [text for _, text in log], sizes)
-
-
-def local_bits(net: nn.Module) -> list[bytes]:
-    return [bits(local(p)) for p in net.parameters()]
+    return wrap
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "clip"),
     [
-        ("ddp view", "sgd momentum", True),
-        pytest.param("fsdp2", "adamw", True, marks=pytest.mark.slow),
-        ("fsdp1", "adamw", False),
-        pytest.param("fsdp1 flat", "sgd momentum", True, marks=pytest.mark.slow),
+        ("ddp", "sgd momentum", "clip "),
+        pytest.param("fsdp2", "adamw", "clip ", marks=pytest.mark.slow),
+        ("fsdp1", "adamw", ""),
+        pytest.param("fsdp1 flat", "sgd momentum", "clip ", marks=pytest.mark.slow),
     ],
 )
 @on_ranks(2)
-def test_a_skipped_batch_is_as_if_it_had_not_been(kind: str, name: str, clip: bool) -> None:
-    skipped = trained(kind, name, leave_out=False, clip=clip)
-    without = trained(kind, name, leave_out=True, clip=clip)
-    assert (skipped.alarms, skipped.unchanged, without.unchanged) == (["spike"], [BAD], [])
-    assert (skipped.parameters, skipped.state) == (without.parameters, without.state)
-    assert skipped.sizes == {16}
-    assert len(skipped.log) == 1 - dist.get_rank()
-    if kind.startswith("ddp"):
-        same_on_all_ranks(skipped.parameters)
+def test_a_skipped_batch_is_as_if_it_had_not_been(kind: str, name: str, clip: str) -> None:
+    """The loss of step 2 spikes on rank 1."""
+    shown = [1.0, 1.0, 50.0 if dist.get_rank() == 1 else 1.0, 1.0, 1.0]
+    options: dict[str, Any] = {"make": OPTIMIZERS[name], "wrap": parallel(kind)}
+    skipped = Loop(shown=shown, mean_over=dist.group.WORLD, **options)
+    without = Loop(None, **options)
+    without.indices = iter((0, 1, 3, 4))  # type: ignore[assignment]
+    order = f"forward backward observe {clip}step zero"
+    with captured_log() as log, counted_collectives() as calls:
+        assert skipped.run(order, 5) == [True, True, False, True, True]
+    assert without.run(order, 4) == [True] * 4
+    assert (skipped.parameters(), skipped.state()) == (without.parameters(), without.state())
+    assert calls.sizes.count(16) == 5  # Those of the guard: the loss, and if it is late.
+    assert len(log) == 1 - dist.get_rank()
+    if kind == "ddp":
+        same_on_all_ranks(skipped.parameters())
 
 
-@pytest.mark.parametrize("action", ["skip", "warn"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp1 flat"])
+@pytest.mark.parametrize(("kind", "action"), [("ddp", "warn"), ("fsdp1 flat", "skip")])
 @on_ranks(2)
-def test_late_on_all_ranks(kind: str, action: Any) -> None:
-    net = parallel(kind)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    guard = LossGuard(action, mean_over=dist.group.WORLD, optimizer=optimizer)
-    refused = pytest.raises(ConfigurationError, match=LATE) if action == "skip" else contextlib.nullcontext()
+def test_late_on_all_ranks(kind: str, action: str) -> None:
+    loop = Loop(action, wrap=parallel(kind), mean_over=dist.group.WORLD)
     with captured_log() as log:
-        for index in range(3):
-            loss = loss_of(net, *batch(dist.get_rank(), index))
-            loss.backward()
-            optimizer.step()
-            with refused:
-                guard.observe(loss.detach())
-            optimizer.zero_grad()
+        if action == "warn":
+            loop.run(WRONG["usual"])
+        for _ in range(2 if action == "skip" else 0):
+            with pytest.raises(ConfigurationError, match=LATE):
+                loop.run(WRONG["usual"], times=1)
+            loop.zero()
     assert len(log) == (action == "warn" and dist.get_rank() == 0)
 
 
 @on_ranks(2)
 def test_a_rank_without_gradients_is_not_late() -> None:
     """On rank 1, every other step has no gradients."""
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    guard = LossGuard("skip", mean_over=dist.group.WORLD, optimizer=optimizer)
+    loop = Loop(mean_over=dist.group.WORLD)
     with captured_log() as log:
         for index in range(6):
             if dist.get_rank() == 0 or index % 2 == 0:
-                loss_of(net, *batch(0, index)).backward()
-            guard.observe(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+                loop.run("forward backward", times=1)
+            loop.guard.observe(1.0)
+            loop.take_step()
+            loop.zero()
     assert [message for _, message in log] == []

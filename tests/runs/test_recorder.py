@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,10 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
+def steps(folder: Path, name: str = "metrics") -> list[int]:
+    return [line["step"] for line in read(folder, name)]
+
+
 def kinds(folder: Path) -> list[str]:
     return [line["kind"] for line in read(folder, "events")]
 
@@ -53,82 +57,98 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def recorded(
-    folder: Path | str,
-    ddp: bool = False,
-    lr: float = 1e-30,
-    prepared: dict[str, Any] | None = None,
-    scaler: Any = None,
-    before: Callable[[fp8dist.StateManager], object] = lambda manager: None,
-    after: Callable[[fp8dist.StateManager], object] = lambda manager: None,
-    **made: Any,
-) -> tuple[Any, fp8dist.StateManager, Recorder, Any]:
-    """Return a net as the loop calls it, its manager, a recorder, and an optimizer. With ``lr``, it changes no weight;
-    with 0 the step would not count. ``before``, ``after``: called before and after the recorder is made."""
-    net = make_net()
-    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), **(prepared or {}))
-    before(manager)
-    recorder = Recorder(folder, manager, **made)
-    after(manager)
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    called = DistributedDataParallel(net) if ddp else net
-    manager.attach(called, optimizer=optimizer, scaler=scaler)
-    return called, manager, recorder, optimizer
+def nothing(manager: Any) -> None:
+    """Do nothing."""
 
 
-def train(
-    folder: Path, steps: int, after: int = 0, planted: Mapping[int, float] | None = None, **options: Any
-) -> fp8dist.StateManager:
-    """Train and record a net. ``planted``: a number for one input element, by step, on the last rank."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if "prepared" in options else (0, 1)
-    net, manager, recorder, optimizer = recorded(folder, **{"every": 3, "resume_after": after or None, **options})
-    with recorder:
-        for step in range(after + 1, after + steps + 1):
-            x, y = batch(rank, step)
-            if planted and step in planted and rank == size - 1:
-                x[1, 2] = planted[step]
-            loss = (net(x) - y).square().mean()
-            loss.backward()
-            for parameter in net.parameters():  # A NaN stays in its step.
-                parameter.grad.nan_to_num_(0, 0, 0)
-            optimizer.step()
-            optimizer.zero_grad()
-            recorder.log(step, loss=loss.detach(), grad_norm=torch.tensor(0.5 * step), tokens=8 * size, mine=step / 4)
-    return manager
+class Job:
+    """A net that is prepared, recorded and attached.
+
+    Args:
+        lr: by default, the optimizer changes no weight; with 0 the step would not count.
+        prepared: options of ``prepare``. In a world of ranks, its group is always that of all.
+        before, after: called before and after the recorder is made.
+        made: options of the recorder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        wrap: Callable[[Any], Any] = lambda net: net,
+        lr: float = 1e-30,
+        prepared: dict[str, Any] | None = None,
+        scaler: Any = None,
+        before: Callable[[fp8dist.StateManager], object] = nothing,
+        after: Callable[[fp8dist.StateManager], object] = nothing,
+        **made: Any,
+    ) -> None:
+        net = make_net()
+        ranks = dist.is_initialized()
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if ranks else (0, 1)
+        shared = {"group": dist.group.WORLD} if ranks else {}
+        self.manager = fp8dist.prepare(net, DelayedScaling(history_len=4), **shared, **(prepared or {}))
+        before(self.manager)
+        self.recorder = Recorder(folder, self.manager, **{"every": 3, **made})
+        after(self.manager)
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+        self.net = wrap(net)
+        self.manager.attach(self.net, optimizer=self.optimizer, scaler=scaler)
+
+    def step(self, index: int, planted: float | None = None) -> float:
+        """Run a step, and return its loss. ``planted``: a number for one input element on the last rank."""
+        x, y = batch(self.rank, index)
+        if planted is not None and self.rank == self.size - 1:
+            x[1, 2] = planted
+        loss = (self.net(x) - y).square().mean()
+        loss.backward()
+        for parameter in self.net.parameters():  # A NaN stays in its step.
+            parameter.grad.nan_to_num_(0, 0, 0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def train(self, steps: Iterable[int], planted: Mapping[int, float] | None = None) -> fp8dist.StateManager:
+        """Run and log steps, and close the recorder."""
+        with self.recorder:
+            for step in steps:
+                loss = torch.tensor(self.step(step, (planted or {}).get(step)))
+                tokens = 8 * self.size
+                self.recorder.log(step, loss=loss, grad_norm=torch.tensor(0.5 * step), tokens=tokens, mine=step / 4)
+        return self.manager
 
 
-def step_of(net: Any, optimizer: Any, index: int, rank: int = 0) -> None:
-    net(batch(rank, index)[0]).sum().backward()
-    optimizer.step()
-
-
-def in_world(**prepared: Any) -> dict[str, Any]:
-    return {"group": dist.group.WORLD, **prepared}
+def train(folder: Path, steps: int, after: int = 0, **options: Any) -> fp8dist.StateManager:
+    """Train and record ``steps`` steps after a step."""
+    return Job(folder, **{"resume_after": after or None, **options}).train(range(after + 1, after + steps + 1))
 
 
 def test_a_run_without_fp8_is_a_run(tmp_path: Path) -> None:
-    with Recorder(tmp_path / "new" / "run", peaks={"high": 2e12, "fp8": 4e12}) as recorder:
+    folder = tmp_path / "new" / "run"
+    with Recorder(folder, peaks={"high": 2e12, "fp8": 4e12}) as recorder:
         for step in range(1, 4):
             recorder.log(step, loss=torch.tensor(math.nan if step == 2 else 1.5 / step), tokens=64, tries=step)
         recorder.event("saved", 3, path=Path("somewhere"))
-    run = RunFolder(tmp_path / "new" / "run")
-    lines = list(run.lines("metrics.jsonl").new())
+    lines = read(folder, "metrics")
     assert [line["loss"] for line in lines] == [1.5, "NaN", 0.5]
     assert [(line["step"], line["tokens"], line["tries"]) for line in lines] == [(1, 64, 1), (2, 64, 2), (3, 64, 3)]
     assert [line.get("step_ms", 0.0) > 0 for line in lines] == [False, True, True]
     assert all(abs(line["time"] - time.time()) < 60 for line in lines)
-    events = list(run.lines("events.jsonl").new())
-    assert [(event["kind"], event["step"]) for event in events] == [("start", 0), ("saved", 3), ("end", 3)]
-    assert events[0] | {"time": 0} == {"step": 0, "time": 0, "kind": "start", "resumed_after": None, "ranks": 1}
-    assert events[1]["path"] == "somewhere"
-    assert (run.header["precision"], run.header["peaks"]) == ("float32", {"high": 2e12, "fp8": 4e12})
-    assert (run.header["ranks"], run.header["hosts"], run.header["every"]) == (1, [socket.gethostname()], 10)
-    assert run.header["versions"]["torch"] == torch.__version__
-    assert run.header["modules"] == run.header["slots"] == []
+    first, saved, last = read(folder, "events")
+    assert first | {"time": 0} == {"step": 0, "time": 0, "kind": "start", "resumed_after": None, "ranks": 1}
+    assert (saved["kind"], saved["step"], saved["path"]) == ("saved", 3, "somewhere")
+    assert (last["kind"], last["step"]) == ("end", 3)
+    header = RunFolder(folder).header
+    assert (header["precision"], header["peaks"]) == ("float32", {"high": 2e12, "fp8": 4e12})
+    assert (header["ranks"], header["hosts"], header["every"]) == (1, [socket.gethostname()], 10)
+    assert header["versions"]["torch"] == torch.__version__
+    assert header["modules"] == header["slots"] == []
+    with pytest.raises(ZeroDivisionError), Recorder(folder):  # A new run, which an error ends.
+        raise ZeroDivisionError
+    assert read(folder, "events")[-1]["error"] == "ZeroDivisionError"
 
 
 def test_numbers_of_a_due_step_are_those_of_the_state(tmp_path: Path) -> None:
-    manager = train(tmp_path, 6, planted={6: 3e4})
+    manager = Job(tmp_path).train(range(1, 7), {6: 3e4})
     lines, metrics = read(tmp_path, "metrics"), manager.metrics()
     due = [line for line in lines if "cold_slots" in line]
     assert [line["step"] for line in due] == [3, 6]
@@ -142,29 +162,19 @@ def test_numbers_of_a_due_step_are_those_of_the_state(tmp_path: Path) -> None:
     assert read(tmp_path, "ranks")[1]["ranks"] == [0]
     header = RunFolder(tmp_path).header
     assert [slot["slot"] for slot in header["slots"]] == [str(slot) for slot in manager.slots]
-    assert header["modules"][0] == {
-        "module": "first",
-        "flops": 2 * 32 * 48,
-        "gemms": {"fprop": "fp8", "dgrad": "fp8", "wgrad": "fp8"},
-        "reason": "",
-    }
+    gemms = dict.fromkeys(("fprop", "dgrad", "wgrad"), "fp8")
+    assert header["modules"][0] == {"module": "first", "flops": 2 * 32 * 48, "gemms": gemms, "reason": ""}
     assert (header["device"], header["precision"], header["every"]) == ("cpu", "fp8", 3)
+    assert peaks_of("NVIDIA H100 80GB HBM3") == {"high": 989.5e12, "fp8": 1979e12}
+    assert peaks_of("NVIDIA H100 PCIe") == {"high": 756e12, "fp8": 1513e12}
+    assert peaks_of("NVIDIA GB200") == {"high": 2.5e15, "fp8": 5e15}
+    assert peaks_of("NVIDIA A100-SXM4-80GB") is peaks_of("cpu") is None
 
 
 def test_events_are_the_managers_and_name_who_held_a_nan(tmp_path: Path) -> None:
-    net, manager, recorder, optimizer = recorded(
-        tmp_path,
-        prepared={"fallback": Fallback(steps=1)},
-        before=lambda manager: fp8dist.watch(manager, 3, jump=2.0),
-        every=3,
-    )
-    with recorder:
-        for step in range(1, 7):
-            x, _ = batch(0, step)
-            x[1, 2] = {3: math.nan, 4: 1e4, 5: math.nan}.get(step, x[1, 2])
-            net(x).square().mean().backward()
-            optimizer.zero_grad(set_to_none=False)  # A NaN stays in its step.
-            optimizer.step()
+    prepared = {"fallback": Fallback(steps=1)}
+    job = Job(tmp_path, prepared=prepared, before=lambda manager: fp8dist.watch(manager, 3, jump=2.0))
+    manager = job.train(range(1, 7), {3: math.nan, 4: 1e4, 5: math.nan})
     events = read(tmp_path, "events")
     nonfinite = [event for event in events if event["kind"] == "nonfinite"]
     assert [event["step"] for event in nonfinite] == [3, 5]
@@ -179,35 +189,45 @@ def test_events_are_the_managers_and_name_who_held_a_nan(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_watch_of_the_users_own_goes_on(when: str, tmp_path: Path) -> None:
+def test_a_watch_of_the_users_own_goes_on_and_a_reset_of_the_state_is_none_of_the_run(
+    when: str, tmp_path: Path
+) -> None:
     seen: list[int] = []
+    own = {when: lambda manager: fp8dist.watch(manager, 2, observer=lambda one: seen.append(one.step))}
+    job = Job(tmp_path, **own)
+    for step in range(1, 7):
+        job.step(step)
+        if step == 4:
+            job.manager.reset()
+    job.recorder.close()
+    before = files(tmp_path)
+    job.step(7)
+    job.step(8)
+    job.step(9)
+    assert (seen, job.manager.run_step) == ([2, 4, 6, 8], 9)
+    assert steps(tmp_path, "scales") == [3] * SLOTS + [6] * SLOTS
+    assert files(tmp_path) == before  # After the end nothing is written: another job may have the folder by now.
 
-    def watch(manager: fp8dist.StateManager) -> None:
-        fp8dist.watch(manager, 2, observer=lambda observation: seen.append(observation.step))
 
-    net, _, recorder, optimizer = recorded(tmp_path, every=3, **{when: watch})
-    with recorder:
-        for step in range(1, 7):
-            step_of(net, optimizer, step)
-    assert seen == [2, 4, 6]
-    assert [line["step"] for line in read(tmp_path, "scales")] == [3] * SLOTS + [6] * SLOTS
-
-
-def test_a_resume_drops_later_numbers_and_keeps_all_events(tmp_path: Path) -> None:
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    train(whole, 6)
-    train(part, 5)
+def test_a_resume_drops_later_numbers_and_a_new_run_all(tmp_path: Path) -> None:
+    train(tmp_path, 5)
     for name in ("metrics", "events"):  # As if killed in the middle of a line.
-        with (part / f"{name}.jsonl").open("a") as file:
+        with (tmp_path / f"{name}.jsonl").open("a") as file:
             file.write('{"step": 5, "lo')
-    manager = train(part, 3, after=3)
-    assert manager.run_step == 6
-    assert [line["step"] for line in read(part, "metrics")] == [1, 2, 3, 4, 5, 6]
-    assert [line["step"] for line in read(part, "ranks")] == [3, 6]
-    assert [line["step"] for line in read(part, "scales")] == [3] * SLOTS + [6] * SLOTS
-    events = list(RunFolder(part).lines("events.jsonl").new())
+    assert train(tmp_path, 3, after=3).run_step == 6
+    assert (steps(tmp_path), steps(tmp_path, "ranks")) == ([1, 2, 3, 4, 5, 6], [3, 6])
+    assert steps(tmp_path, "scales") == [3] * SLOTS + [6] * SLOTS
+    events = list(RunFolder(tmp_path).lines("events.jsonl").new())
     assert [(event["kind"], event["step"]) for event in events] == [("start", 0), ("end", 5), ("start", 3), ("end", 6)]
     assert events[2]["resumed_after"] == 3
+    with Recorder(tmp_path, fp8dist.prepare(make_net(), enabled=False), resume_after="state") as recorder:
+        recorder.log(4, loss=0.0)  # With FP8 switched off, the first step that is logged is known.
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    with Recorder(tmp_path) as recorder:
+        recorder.log(1, loss=2.0)
+    assert (steps(tmp_path), steps(tmp_path, "ranks")) == ([1], [])
+    assert not (tmp_path / "scales.jsonl").exists()
+    assert len(list(RunFolder(tmp_path).lines("events.jsonl").new())) == 8  # Events stay.
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -217,114 +237,62 @@ def test_a_run_continues_from_the_state_that_is_loaded(tmp_path: Path, early: bo
     train(tmp_path, 5)
     before = files(tmp_path)
     load = {"before": lambda manager: manager.load_state_dict(state)} if early else {}
-    net, manager, recorder, optimizer = recorded(tmp_path, every=1, resume_after="state", **load)
-    manager.check(policy="warn")
+    job = Job(tmp_path, every=1, resume_after="state", **load)
+    job.manager.check(policy="warn")
     if not early:
-        manager.load_state_dict(state)
+        job.manager.load_state_dict(state)
     assert files(tmp_path) == before
-    with recorder:
-        for step in (4, 5, 6):
-            step_of(net, optimizer, step)
-            recorder.log(step, loss=0.0)
-    assert [line["step"] for line in read(tmp_path, "metrics")] == [1, 2, 3, 4, 5, 6]
-    assert [line["step"] for line in read(tmp_path, "scales")] == [step for step in (3, 4, 5, 6) for _ in range(SLOTS)]
+    job.train((4, 5, 6))
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert steps(tmp_path, "scales") == [step for step in (3, 4, 5, 6) for _ in range(SLOTS)]
+    before = files(tmp_path)
+    Recorder(tmp_path, fp8dist.prepare(make_net()), resume_after="state").close()
+    assert files(tmp_path) == before
+    train(tmp_path, 2, resume_after="state")  # Without a loaded state a run is a new one as soon as it steps.
+    assert steps(tmp_path) == [1, 2]
     starts = [event["resumed_after"] for event in read(tmp_path, "events") if event["kind"] == "start"]
-    assert starts == [None, None, 3]
+    assert starts == [None, None, 3, None]
 
 
-def test_a_run_without_loaded_state_is_a_new_one_as_soon_as_it_steps(tmp_path: Path) -> None:
-    train(tmp_path, 5)
-    before = files(tmp_path)
-    manager = fp8dist.prepare(make_net())
-    Recorder(tmp_path, manager, resume_after="state").close()
-    assert files(tmp_path) == before
-    train(tmp_path, 2, resume_after="state")
-    assert [line["step"] for line in read(tmp_path, "metrics")] == [1, 2]
-    assert read(tmp_path, "events")[-2]["resumed_after"] is None
-
-
-def test_a_run_with_fp8_switched_off_continues_before_the_first_step_that_is_logged(tmp_path: Path) -> None:
-    train(tmp_path, 5)
-    with Recorder(tmp_path, fp8dist.prepare(make_net(), enabled=False), resume_after="state") as recorder:
-        recorder.log(4, loss=0.0)
-    assert [line["step"] for line in read(tmp_path, "metrics")] == [1, 2, 3, 4]
-
-
-def test_a_new_run_replaces_the_numbers_of_an_earlier_one(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:fp8dist.Recorder.jump=…. is now:FutureWarning")
+def test_a_call_that_is_refused_leaves_an_earlier_run_as_it_is(tmp_path: Path) -> None:
     train(tmp_path, 6)
-    with Recorder(tmp_path) as recorder:
-        recorder.log(1, loss=2.0)
-    assert [line["step"] for line in read(tmp_path, "metrics")] == [1]
-    assert not (tmp_path / "scales.jsonl").exists()
-    assert read(tmp_path, "ranks") == []
-    assert kinds(tmp_path) == ["start", "end"] * 2
-
-
-def test_a_second_writer_is_refused_in_one_line(tmp_path: Path) -> None:
-    first = Recorder(tmp_path)
-    first.log(1, loss=1.0)
     before = files(tmp_path)
-    with pytest.raises(ConfigurationError, match="another process records a run there") as caught:
-        Recorder(tmp_path)
-    assert "\n" not in str(caught.value)
-    assert files(tmp_path) == before
-    first.close()
-    Recorder(tmp_path, resume_after=1).close()
-
-
-def test_mistakes(tmp_path: Path) -> None:
+    net = make_net()
+    attached = fp8dist.prepare(net).attach(optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
     (tmp_path / "file").write_text("")
-    for where, made, message in (
-        ("run", {"every": -1}, "every must be a number of steps"),
-        ("run", {"resume_after": "state"}, "needs the manager"),
-        ("file/run", {}, r"file/run: cannot record there: Not a directory: give a folder"),
-    ):
-        with pytest.raises(ConfigurationError, match=message):
-            Recorder(tmp_path / where, **made)
+    calls: list[tuple[str, Any, dict[str, Any], str]] = [
+        ("", attached, {}, "attach"),
+        ("", fp8dist.prepare(make_net()), {"jump": 0.5}, "jump must be a factor"),
+        ("", fp8dist.prepare(make_net()), {"resume_after": "6"}, "resume_after must be"),
+        ("", fp8dist.prepare(make_net()), {"resume_after": True}, "resume_after must be"),
+        ("", None, {"every": -1}, "every must be a number of steps"),
+        ("", None, {"resume_after": "state"}, "needs the manager"),
+        ("file/run", None, {}, r"file/run: cannot record there: Not a directory: give a folder"),
+    ]
+    for where, manager, made, message in calls:
+        with pytest.raises(ConfigurationError, match=message) as caught:
+            Recorder(tmp_path / where, manager, **made)
+        assert "\n" not in str(caught.value)
     with pytest.raises(UnknownArgumentError):
         Recorder(tmp_path, evry=3)  # type: ignore[call-arg]
+    (tmp_path / "file").unlink()
+    assert files(tmp_path) == before
+    first = Recorder(tmp_path, resume_after=6)  # All those have released the lock.
+    before = files(tmp_path)
+    with pytest.raises(ConfigurationError, match="another process records a run there"):
+        Recorder(tmp_path)
+    assert files(tmp_path) == before
+    del first  # It is dropped, and releases the lock.
+    gc.collect()
     with Recorder(tmp_path) as recorder:
         for value in ("1.5", [1.5], torch.zeros(2)):
-            with pytest.raises(
-                ConfigurationError, match=r"recorder.log\(loss=…\) takes a number or a tensor with one element"
-            ):
+            with pytest.raises(ConfigurationError, match=r"log\(loss=…\) takes a number or a tensor with one element"):
                 recorder.log(1, loss=value)
         with pytest.raises(ConfigurationError, match="step must be"):
             recorder.log(1.5, loss=1.0)  # type: ignore[arg-type]
     recorder.log(2, loss=1.0)  # After the end: nothing.
     assert read(tmp_path, "metrics") == []
-
-
-def test_a_reset_of_the_state_is_no_reset_of_the_run(tmp_path: Path) -> None:
-    net, manager, recorder, optimizer = recorded(tmp_path, every=2)
-    with recorder:
-        for step in range(1, 7):
-            step_of(net, optimizer, step)
-            recorder.log(step)
-            if step == 3:
-                manager.reset()
-    assert manager.run_step == 6
-    assert [line["step"] for line in read(tmp_path, "scales")[::SLOTS]] == [2, 4, 6]
-
-
-@pytest.mark.filterwarnings("ignore:fp8dist.Recorder.jump=…. is now:FutureWarning")
-@pytest.mark.parametrize(
-    ("attached", "wrong"),
-    [(True, {}), (False, {"jump": 0.5}), (False, {"resume_after": "6"}), (False, {"resume_after": True})],
-)
-def test_a_call_that_is_refused_leaves_an_earlier_run_as_it_is(
-    attached: bool, wrong: dict[str, Any], tmp_path: Path
-) -> None:
-    train(tmp_path, 6)
-    before = files(tmp_path)
-    net = make_net()
-    manager = fp8dist.prepare(net)
-    if attached:
-        manager.attach(optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(ConfigurationError):
-        Recorder(tmp_path, manager, **wrong)
-    assert files(tmp_path) == before
-    Recorder(tmp_path, resume_after=6).close()  # The lock is released.
 
 
 @on_ranks(2)
@@ -333,33 +301,23 @@ def test_what_one_rank_cannot_write_is_refused_on_all(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     part = DTensor.from_local(torch.ones(()), mesh, [Partial()])  # A read would be 1, this rank's part of 2.
     same = DTensor.from_local(part.full_tensor(), mesh, [Replicate()])
-    said = []
+    texts = []
     with Recorder(tmp_path) as recorder:
         for number in (part, torch.tensor(1j), torch.ones((), device="meta")):
             with pytest.raises(ConfigurationError) as caught:
                 recorder.log(1, grad_norm=number)
-            said.append(str(caught.value))
+            texts.append(str(caught.value))
         fields: dict[str, Any]
         for step, fields in ((1, {"x": {(1, 2): 3}}), ("1", {})):
             with pytest.raises(ConfigurationError) as caught:
                 recorder.event("mine", step, **fields)  # type: ignore[arg-type]
-            said.append(str(caught.value))
+            texts.append(str(caught.value))
         recorder.log(1, grad_norm=same, mine=10**400)
-    same_on_all_ranks(said)
-    assert "log grad_norm.full_tensor()" in said[0]
-    assert not any("\n" in text for text in said)
+    same_on_all_ranks(texts)
+    assert "log grad_norm.full_tensor()" in texts[0]
+    assert not any("\n" in text for text in texts)
     (line,) = read(tmp_path, "metrics")
     assert (line["grad_norm"], line["mine"]) == (2.0, "Infinity")
-
-
-def test_what_ended_a_run_is_recorded_and_a_recorder_that_is_dropped_releases_the_lock(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Recorder(tmp_path):
-        raise ZeroDivisionError
-    assert read(tmp_path, "events")[-1]["error"] == "ZeroDivisionError"
-    recorder = Recorder(tmp_path)
-    del recorder
-    gc.collect()
-    Recorder(tmp_path).close()
 
 
 def _log_until_killed(folder: str) -> None:
@@ -379,34 +337,29 @@ def test_killed_between_two_writes_it_loses_at_most_one_line_and_the_lock(tmp_pa
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     lines = RunFolder(tmp_path).lines("metrics.jsonl")
-    steps = [line["step"] for line in lines.new()]
-    assert steps == list(range(1, len(steps) + 1))
+    found = [line["step"] for line in lines.new()]
+    assert found == list(range(1, len(found) + 1))
     assert lines.left_out == 0
-    with Recorder(tmp_path, resume_after=steps[-1]) as recorder:
-        recorder.log(steps[-1] + 1, loss=0.0)
-    assert [line["step"] for line in read(tmp_path, "metrics")] == [*steps, steps[-1] + 1]
+    with Recorder(tmp_path, resume_after=found[-1]) as recorder:
+        recorder.log(found[-1] + 1, loss=0.0)
+    assert steps(tmp_path) == [*found, found[-1] + 1]
 
 
-def test_a_full_disk_does_not_end_the_training(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
+def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, write = Recorder(tmp_path), os.write
     assert recorder._files is not None
+    monkeypatch.setattr(run_files.os, "write", lambda file, text: write(file, text[:7]))
+    recorder.log(1, loss=1.0)  # Writes that are cut short go on.
+    assert read(tmp_path, "metrics")[0]["loss"] == 1.0
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, recorder._files._files["metrics.jsonl"])
     os.close(full)
     with captured_log() as log, recorder:
-        for step in range(1, 4):
+        for step in range(2, 4):
             recorder.log(step, loss=1.0)
     ((_, text),) = log
     assert text == f"fp8dist: nothing more is recorded: {tmp_path / 'metrics.jsonl'}: No space left on device"
     assert kinds(tmp_path) == ["start"]  # Not even an event.
-
-
-def test_a_write_that_is_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    monkeypatch.setattr(run_files.os, "write", lambda file, text: write(file, text[:7]))
-    with Recorder(tmp_path) as recorder:
-        recorder.log(1, loss=1.0)
-    assert read(tmp_path, "metrics")[0]["loss"] == 1.0
 
 
 class Sink:
@@ -427,8 +380,8 @@ class Sink:
     def close(self) -> None:
         self.got.append(("close", None))
 
-    def numbers(self) -> list[tuple[str, Any]]:
-        return [one for one in self.got if one[0] == "numbers"]
+    def of(self, kind: str) -> list[Any]:
+        return [got for one, got in self.got if one == kind]
 
 
 def test_exporters_get_what_the_files_get(tmp_path: Path) -> None:
@@ -439,41 +392,31 @@ def test_exporters_get_what_the_files_get(tmp_path: Path) -> None:
         "fp8dist: an exporter is left out from now on: Sink.write: RuntimeError: no route"
     ]
     assert [kind for kind, _ in broken.got] == ["event"]
-    kinds_of = [kind for kind, _ in sink.got]
-    assert kinds_of == ["event", "numbers", "numbers", "slots", "numbers", "event", "close"]
-    lines = read(tmp_path, "metrics")
-    for (step, numbers, _), line in zip([got for kind, got in sink.got if kind == "numbers"], lines):
+    assert [kind for kind, _ in sink.got] == ["event", "numbers", "numbers", "slots", "numbers", "event", "close"]
+    for (step, numbers, _), line in zip(sink.of("numbers"), read(tmp_path, "metrics"), strict=True):
         assert step == line.pop("step")
         assert line.pop("time") > 0
         exact = {name: repr(float(from_json(value))) for name, value in line.items()}
         assert {name: repr(float(value)) for name, value in numbers.items()} == exact
-    ((step, numbers, slots),) = [got for kind, got in sink.got if kind == "slots"]
+    ((step, numbers, slots),) = sink.of("slots")
     assert (step, numbers) == (3, {})
     for one, line in zip(slots, read(tmp_path, "scales"), strict=True):
         assert {"step": 3, "slot": str(one.slot), **dict(one.numbers())} == line
-    assert [got for kind, got in sink.got if kind == "event"] == read(tmp_path, "events")
-
-
-def test_peaks_are_those_of_the_exact_device() -> None:
-    assert peaks_of("NVIDIA H100 80GB HBM3") == {"high": 989.5e12, "fp8": 1979e12}
-    assert peaks_of("NVIDIA H100 PCIe") == {"high": 756e12, "fp8": 1513e12}
-    assert peaks_of("NVIDIA GB200") == {"high": 2.5e15, "fp8": 5e15}
-    assert peaks_of("NVIDIA A100-SXM4-80GB") is None
-    assert peaks_of("cpu") is None
+    assert sink.of("event") == read(tmp_path, "events")
 
 
 @pytest.mark.parametrize(("every", "ranks"), [(3, True), (3, False), (0, True)])
 @on_ranks(2)
 def test_collectives_are_the_watchs_and_no_others(tmp_path: Path, every: int, ranks: bool) -> None:
     with counted_collectives() as calls, captured_log() as log:
-        manager = train(tmp_path, 6, prepared=in_world(), every=every, ranks=ranks, planted={6: math.nan})
+        manager = Job(tmp_path, every=every, ranks=ranks).train(range(1, 7), {6: math.nan})
     watch = 8 * (3 * SLOTS + 2 * 2) if ranks else 4 * 3 * SLOTS
     weights, sync = 4 * SLOTS, 4 * (8 + SLOTS)
     compared, *sizes = calls.sizes  # What the ranks start with.
     assert compared <= 128
     assert sorted(sizes) == sorted([weights] + [sync] * 6 + [watch] * (2 if every else 0))
     dist.barrier()
-    assert [line["step"] for line in read(tmp_path, "metrics")] == [1, 2, 3, 4, 5, 6]
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "scales.jsonl").exists() == bool(every)
     header = RunFolder(tmp_path).header
     assert (header["ranks"], header["hosts"]) == (2, [socket.gethostname()] * 2)
@@ -483,8 +426,8 @@ def test_collectives_are_the_watchs_and_no_others(tmp_path: Path, every: int, ra
     assert (event.get("rank"), event.get("microbatch")) == ((1, 0) if every and ranks else (None, None))
     place = ", rank 1, microbatch 0" if ranks else ""
     culprit = f"not finite, first in first, input{place}: their" if every else "not finite: their"
-    said = [text for _, text in log if "were not finite" in text]
-    assert [culprit in text for text in said] == ([True] if dist.get_rank() == 0 else [])
+    logged = [text for _, text in log if "were not finite" in text]
+    assert [culprit in text for text in logged] == ([True] if dist.get_rank() == 0 else [])
     if every:
         due = next(line for line in read(tmp_path, "metrics") if line["step"] == 6)
         assert (due["proven"], due["nonfinite_amaxes"]) == (6, manager.metrics()["fp8/nonfinite_amaxes"])
@@ -499,15 +442,14 @@ def test_collectives_are_the_watchs_and_no_others(tmp_path: Path, every: int, ra
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_slow_rank_shows_in_the_waits_of_the_others(tmp_path: Path) -> None:
-    rank = dist.get_rank()
-    net, manager, recorder, optimizer = recorded(tmp_path, prepared=in_world(), every=4)
+    job = Job(tmp_path, every=4)
+    hook = job.net.register_forward_hook(lambda *_: time.sleep(0.2 * job.rank))
     for _ in range(4):
-        net(batch(rank, 0)[0]).sum().backward()
-        time.sleep(0.2 * rank)
-        optimizer.step()
-    taken = fp8dist.take_waits(manager)  # Its reader loses nothing to the recorder.
+        job.step(0)
+    hook.remove()
+    taken = fp8dist.take_waits(job.manager)  # Its reader loses nothing to the recorder.
     assert len(taken) == 4
-    recorder.close()
+    job.recorder.close()
     dist.barrier()
     (line,) = read(tmp_path, "ranks")
     fast, slow = line["sync_wait_ms"]
@@ -518,8 +460,10 @@ def test_a_slow_rank_shows_in_the_waits_of_the_others(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_proven_and_checked_steps(ddp: bool, tmp_path: Path) -> None:
     """Without DDP no parameter is known to be replicated: then no step is checked, and the events say why."""
+    wrap: dict[str, Any] = {"wrap": DistributedDataParallel} if ddp else {}
+    job = Job(tmp_path, prepared={"check_every": 2}, **wrap)
     with captured_log():
-        manager = train(tmp_path, 6, prepared=in_world(check_every=2), ddp=ddp)
+        manager = job.train(range(1, 7))
     metrics = manager.metrics()
     # The check after step 6 would come in the next step.
     assert (manager.verified.proven_step, manager.verified.checked_step) == (6, 4 if ddp else None)
@@ -530,31 +474,16 @@ def test_proven_and_checked_steps(ddp: bool, tmp_path: Path) -> None:
     dist.barrier()
     events = [event for event in read(tmp_path, "events") if event["kind"] == "checked"]
     assert [event["step"] for event in events] == [2, 4]
-    kinds = {"parameter": 6, "slot": SLOTS} if ddp else {"slot": SLOTS}
+    compared = {"parameter": 6, "slot": SLOTS} if ddp else {"slot": SLOTS}
     why = "6 parameters not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)"
     for event in events:
-        assert (event["compared"], event["nonfinite"]) == (kinds, [])
+        assert (event["compared"], event["nonfinite"]) == (compared, [])
         assert event["unverified"] == ({} if ddp else {"parameter": why})
         assert event["compared_bytes"].get("parameter", 0) == sizes
 
 
-@on_ranks(2)
-def test_a_check_is_recorded_when_it_ends(tmp_path: Path) -> None:
-    """Not with the next line of the log: a job may save its checkpoint in between, and be killed."""
-    net, manager, recorder, optimizer = recorded(tmp_path, ddp=True, prepared=in_world())
-    step_of(net, optimizer, 0, dist.get_rank())
-    recorder.log(1, loss=0.0)
-    manager.check()
-    recorder.event("saved", 1, path="here")
-    manager.check()
-    recorder.close()
-    dist.barrier()
-    assert kinds(tmp_path) == ["start", "checked", "saved", "checked", "end"]
-    assert [event["step"] for event in read(tmp_path, "events")] == [0, 1, 1, 1, 1]
-
-
 @pytest.mark.parametrize(
-    ("steps", "warned", "undone"),
+    ("logged", "warned", "undone"),
     [
         ((0, 1, 2), "", []),
         ((1, 2, 2, 3), "given step 2 after step 2", []),
@@ -563,14 +492,26 @@ def test_a_check_is_recorded_when_it_ends(tmp_path: Path) -> None:
     ],
 )
 def test_steps_that_repeat_or_go_back_are_said_once(
-    steps: Sequence[int], warned: str, undone: list[int], tmp_path: Path
+    logged: Sequence[int], warned: str, undone: list[int], tmp_path: Path
 ) -> None:
     with captured_log() as log, Recorder(tmp_path) as recorder:
-        for step in steps:
+        for step in logged:
             recorder.log(step, loss=1.0)
     assert [warned in text for _, text in log] == ([True] if warned else [])
-    assert [line["step"] for line in read(tmp_path, "metrics")] == list(steps)
+    assert steps(tmp_path) == list(logged)
     assert [e["resumed_after"] for e in read(tmp_path, "events") if e["kind"] == "start"] == [None, *undone]
+
+
+def test_steps_that_run_ahead_of_the_optimizer_are_said_once(tmp_path: Path) -> None:
+    """A loop may log before the optimizer's step. Steps that a GradScaler skips move it further ahead."""
+    for ahead in (0, 1, 2):
+        with captured_log() as log:
+            job = Job(tmp_path, every=1)
+            for step in (1, 2, 3):
+                job.step(step)
+                job.recorder.log(step + ahead)
+            job.recorder.close()
+        assert sum("Log manager.run_step" in text for _, text in log) == (ahead == 2)
 
 
 @pytest.mark.parametrize(("skips", "given"), [((6, 7), True), ((1, 4), True), ((6, 7), False)])
@@ -579,16 +520,15 @@ def test_a_step_that_the_scaler_skips_leaves_the_numbers_of_the_one_before(
 ) -> None:
     """The loop logs ``run_step``, which does not advance: no warning, and the lost loss is not that of a sound step."""
     sink, scaler = Sink(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    net, manager, recorder, optimizer = recorded(
-        tmp_path, lr=1e-3, scaler=scaler if given else None, every=1, exporters=[sink]
-    )
+    job = Job(tmp_path, lr=1e-3, scaler=scaler if given else None, every=1, exporters=[sink])
+    manager, recorder = job.manager, job.recorder
     logged = {}
     with captured_log() as log, recorder:
         for i in range(1, 10):
-            optimizer.zero_grad()
-            loss = net(batch(0, i)[0]).square().mean() * (math.inf if i in skips else 1.0)
+            job.optimizer.zero_grad()
+            loss = job.net(batch(0, i)[0]).square().mean() * (math.inf if i in skips else 1.0)
             scaler.scale(loss).backward()
-            scaler.step(optimizer)
+            scaler.step(job.optimizer)
             scaler.update()
             recorder.log(manager.run_step, loss=loss.detach())
             if i in skips:
@@ -598,31 +538,34 @@ def test_a_step_that_the_scaler_skips_leaves_the_numbers_of_the_one_before(
     assert [text for _, text in log if "recorder" in text] == []
     lines = read(tmp_path, "metrics")
     assert {line["step"]: line["loss"] for line in lines if "loss" in line} == logged
-    assert len([line for line in lines if line.get("skipped_loss") == "Infinity"]) == len(skips)
-    assert len([line for line in lines if line.get("skipped_grad_norm") == "Infinity"]) == len(skips)
+    for name in ("skipped_loss", "skipped_grad_norm"):
+        assert [line[name] for line in lines if name in line] == ["Infinity"] * len(skips)
     run, live = read_run(tmp_path), LiveRun(tmp_path)
     live.read()
     assert (run.metrics.bad_losses, run.metrics.bad_norms) == ((), ())
     assert run.metrics.newest("loss") == live.loss == logged[7]
     assert "not finite" not in verdict(run).text
     assert live.sound[0] is not False
-    assert {step: got["loss"] for _, (step, got, _) in sink.numbers() if "loss" in got} == logged
+    assert {step: got["loss"] for step, got, _ in sink.of("numbers") if "loss" in got} == logged
 
 
 @on_ranks(2)
-def test_a_divergence_is_recorded_with_its_report(tmp_path: Path) -> None:
-    rank = dist.get_rank()
-    net, manager, recorder, optimizer = recorded(tmp_path, prepared=in_world(check_policy="warn"), every=2)
-    with recorder, captured_log():
+def test_a_divergence_is_recorded_with_its_report_and_a_check_when_it_ends(tmp_path: Path) -> None:
+    """Not with the next line of the log: a job may save its checkpoint in between, and be killed."""
+    job = Job(tmp_path, prepared={"check_policy": "warn"}, every=2)
+    with job.recorder, captured_log():
         for step in range(1, 5):
-            net(batch(rank, 0)[0]).sum().backward()
-            if step == 3 and rank == 1:
-                manager.slot("first", "input").set_scale(3.0)
+            if step == 3 and job.rank == 1:
+                job.manager.slot("first", "input").set_scale(3.0)
             if step == 4:
-                assert manager.verified.proven_step == 2
-            optimizer.step()
-            recorder.log(step, loss=1.0)
+                assert job.manager.verified.proven_step == 2
+            job.step(0)
+            if step == 1:
+                job.manager.check()
+                job.recorder.event("saved", 1, path="here")
+            job.recorder.log(step, loss=1.0)
     dist.barrier()
+    assert kinds(tmp_path) == ["start", "checked", "saved", "diverged", "end"]
     (event,) = [line for line in read(tmp_path, "events") if line["kind"] == "diverged"]
     assert event["step"] == 3
     assert event["report"]["findings"][0]["name"] == "first:input"
@@ -656,53 +599,19 @@ def test_checks_of_a_run_without_fp8_are_recorded(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_one_rank_writes_also_without_shared_state(tmp_path: Path) -> None:
-    net, _, recorder, optimizer = recorded(tmp_path, prepared=in_world(amax_sync=False), every=1)
-    with recorder:
-        step_of(net, optimizer, 0)
-        recorder.log(1, loss=1.0)
-    assert recorder.writes == (dist.get_rank() == 0)
-    dist.barrier()
-    assert len(read(tmp_path, "scales")) == SLOTS
-    assert read(tmp_path, "ranks")[0]["ranks"] == [0]
-
-
-@on_ranks(2)
-def test_each_group_has_its_own_collective_and_the_ranks_are_merged(tmp_path: Path) -> None:
-    rank = dist.get_rank()
-    alone = [dist.new_group([member]) for member in range(2)][rank]
-    net, _, recorder, optimizer = recorded(tmp_path, prepared=in_world(groups={"branch": alone}), every=2)
-    with counted_collectives() as calls, recorder:
-        for step in range(2):
-            step_of(net, optimizer, step, rank)
+def test_groups_have_their_own_collectives_and_one_rank_writes(tmp_path: Path) -> None:
+    alone = [dist.new_group([member]) for member in range(2)][dist.get_rank()]
+    shared, apart = tmp_path / "shared", tmp_path / "apart"
+    job = Job(shared, prepared={"groups": {"branch": alone}}, every=2)
+    with counted_collectives() as calls, job.recorder:
+        job.step(0)
+        job.step(1)
     assert sorted(calls.sizes) == sorted([4 * (8 + 6)] * 2 + [8 * (3 * 6 + 2 * 2)])  # The other group has one rank.
+    other = Job(apart, prepared={"amax_sync": False}, every=1)
+    other.train([1])
+    assert other.recorder.writes == (dist.get_rank() == 0)
     dist.barrier()
-    (line,) = read(tmp_path, "ranks")
-    assert line["ranks"] == [0, 1]
-    held = {line["slot"]: line["amax_rank"] for line in read(tmp_path, "scales")}
+    assert [read(folder, "ranks")[0]["ranks"] for folder in (shared, apart)] == [[0, 1], [0]]
+    held = {line["slot"]: line["amax_rank"] for line in read(shared, "scales")}
     assert {held[f"branch:{role}"] for role in ("input", "weight", "grad_output")} == {0}
-
-
-def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
-    """The watch goes on, because ranks have agreed on it, but another job may have the folder by now."""
-    net, manager, recorder, optimizer = recorded(tmp_path, every=1)
-    for step in (1, 2):
-        step_of(net, optimizer, step)
-        if step == 1:
-            recorder.close()
-            before = files(tmp_path)
-    assert manager.run_step == 2
-    assert files(tmp_path) == before
-    assert len(read(tmp_path, "scales")) == SLOTS
-
-
-@pytest.mark.parametrize(("ahead", "warned"), [(0, 0), (1, 0), (2, 1)])
-def test_steps_that_run_ahead_of_the_optimizer_are_said_once(ahead: int, warned: int, tmp_path: Path) -> None:
-    """A loop may log before the optimizer's step. Steps that a GradScaler skips move it further ahead."""
-    with captured_log() as log:
-        net, _, recorder, optimizer = recorded(tmp_path, every=1)
-        with recorder:
-            for step in (1, 2, 3):
-                step_of(net, optimizer, step)
-                recorder.log(step + ahead)
-    assert sum("Log manager.run_step" in text for _, text in log) == warned
+    assert len(read(apart, "scales")) == SLOTS

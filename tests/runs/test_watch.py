@@ -4,7 +4,6 @@ had tokens, and scales that jump."""
 from __future__ import annotations
 
 import functools
-import json
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -80,41 +79,36 @@ def slot_of(one: Observation, name: str = "first:input") -> SlotStatistics:
     return next(slot for slot in one.slots if str(slot.slot) == name)
 
 
-def test_every_third_step_all_slots() -> None:
-    seen, manager, _ = trained()
-    assert [one.step for one in seen] == [3, 6]
-    for one in seen:
-        assert [slot.slot for slot in one.slots] == list(manager.slots)
-        assert all(slot.amax_rank is None for slot in one.slots)
-    for slot in seen[1].slots:
-        assert slot.amax == manager.slot(*slot.slot).amax.item()
-        assert slot.saturated is not None
-        assert slot.underflow is not None
-        assert 0 <= slot.saturated <= 1
-        assert 0 <= slot.underflow <= 1
-
-
 @pytest.mark.parametrize(
     "recipe",
-    [CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8Scaling(scale_rounding="up")],
-    ids=lambda r: type(r).__name__,
+    [DELAYED, CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8Scaling(scale_rounding="up")],
+    ids=lambda recipe: type(recipe).__name__,
 )
-def test_recipes_without_state_are_watched_as_well(recipe: Recipe) -> None:
+def test_every_third_step_all_slots(recipe: Recipe) -> None:
     """A scale of current scaling makes the amax the largest value: no doubling is left, up to the scale's rounding."""
     seen, manager, _ = trained(recipe)
-    assert [len(one.slots) for one in seen] == [SLOTS] * 2
-    assert manager.steps == 6
+    assert ([one.step for one in seen], manager.steps) == ([3, 6], 6)
+    assert all([slot.slot for slot in one.slots] == list(manager.slots) for one in seen)
     for slot in [*seen[0].slots, *seen[1].slots]:
-        largest = 57344.0 if slot.slot.role == "grad_output" else 448.0
+        assert slot.amax_rank is None
         assert slot.amax is not None
         assert slot.amax > 0
+        assert slot.underflow is not None
+        assert 0 <= slot.underflow <= 1
+        if recipe is DELAYED:
+            assert slot.saturated is not None
+            assert 0 <= slot.saturated <= 1
+            continue
         assert slot.saturated == 0
         if recipe.by == "tensor":
+            largest = 57344.0 if slot.slot.role == "grad_output" else 448.0
             assert slot.fp8_max == largest
             assert slot.scale == (torch.tensor(largest) / torch.tensor(slot.amax)).item()
             assert headroom(slot) == pytest.approx(0, abs=2**-22)
         else:
             assert math.isnan(slot.scale)  # Each row or block has a scale of its own.
+    if recipe is DELAYED:
+        assert [slot.amax for slot in seen[1].slots] == [manager.slot(*slot).amax.item() for slot in manager.slots]
 
 
 def test_scales_are_those_that_the_step_used_and_shares_those_of_its_casts() -> None:
@@ -134,10 +128,16 @@ def test_scales_are_those_that_the_step_used_and_shares_those_of_its_casts() -> 
 
 
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
-def test_watching_changes_no_number(update: Any) -> None:
+def test_watching_changes_no_number_and_steps_between_measure_nothing(update: Any) -> None:
     recipe = DelayedScaling(history_len=8, update=update)
-    _, watched, net = trained(recipe)
-    _, plain, other = trained(recipe, every=None)
+    (net, watched, optimizer, _), (other, plain, of_other, _) = attached(recipe), attached(recipe, every=None)
+    measured = []
+    for step in range(4):
+        with torch.profiler.profile() as profile:
+            train(net, optimizer, step)
+        measured.append(sum(event.name == "fp8dist::measure" for event in profile.events()))
+    train(other, of_other, *range(4))
+    assert measured == [0, 0, SLOTS, 0]
     assert state_bits(watched) == state_bits(plain)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters()))
 
@@ -156,16 +156,6 @@ def test_what_a_calibration_sees_is_not_of_the_step_that_is_watched_nor_counted(
     assert amaxes[0] == amaxes[1]
 
 
-def test_steps_between_measure_nothing() -> None:
-    net, _, optimizer, _ = attached()
-    measured = []
-    for step in range(4):
-        with torch.profiler.profile() as profile:
-            train(net, optimizer, step)
-        measured.append(sum(event.name == "fp8dist::measure" for event in profile.events()))
-    assert measured == [0, 0, SLOTS, 0]
-
-
 def test_a_jump_is_logged_once() -> None:
     net, manager, optimizer, _ = attached(DelayedScaling(history_len=1), every=1, watch={"jump": 8})
     events: list[Event] = []
@@ -180,75 +170,51 @@ def test_a_jump_is_logged_once() -> None:
     assert len(log) == 2
 
 
-@pytest.mark.filterwarnings("ignore:fp8dist.watch.path=…. is now:FutureWarning")
-@pytest.mark.parametrize("steps", [5, 6])
-def test_a_resume_goes_on_in_the_same_file(tmp_path: Path, steps: int) -> None:
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    saved: dict[str, Any] = {}
-    for path, first, last in ((whole, 0, 9), (part, 0, steps), (part, steps, 9)):
-        net = make_net()
-        manager = fp8dist.prepare(net, DELAYED)
-        fp8dist.watch(manager, 3, path, resume_after=first or None)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        manager.attach(optimizer=optimizer)
-        if first:
-            net.load_state_dict(saved["net"])
-            manager.load_state_dict(saved["fp8"])
-        train(net, optimizer, *range(first, last))
-        saved = {"net": net.state_dict(), "fp8": manager.state_dict()}
-        fp8dist.restore(net)
-    assert part.read_text() == whole.read_text() != ""
-
-
-def test_each_of_two_watches_has_its_steps(tmp_path: Path) -> None:
+def test_each_of_two_watches_has_its_steps() -> None:
     """The second has an alarm, an observer, and a step to count from, which is that of both."""
     alone, _, _ = trained()
     net, seen, events = make_net(), (list[Observation](), list[Observation]()), list[Event]()
     manager = fp8dist.prepare(net, DELAYED)
     manager.on_event(events.append)
     fp8dist.watch(manager, 3, observer=seen[0].append)
-    with pytest.warns(FutureWarning, match="path"):
-        fp8dist.watch(manager, 2, tmp_path / "second", jump=1.0001, resume_after=0, observer=seen[1].append)
-    (outputs,) = (weakref.ref(one) for one in manager._cycle.measurement.watch.observers if hasattr(one, "path"))  # type: ignore[union-attr]
+    fp8dist.watch(manager, 2, jump=1.0001, resume_after=0, observer=seen[1].append)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     manager.attach(optimizer=optimizer)
     train(net, optimizer, *range(6))
     assert repr(seen[0]) == repr(alone)
     assert repr(seen[1][-1].slots) == repr(alone[-1].slots)
-    lines = [json.loads(line) for line in (tmp_path / "second").read_text().splitlines()]
-    assert sorted({line["step"] for line in lines}) == [one.step for one in seen[1]] == [2, 4, 6]
+    assert [one.step for one in seen[1]] == [2, 4, 6]
     jumps = [event for event in events if event.kind == "jump"]
     assert {event.step for event in jumps} <= {4, 6}
     assert all(len(set(event.slots)) == len(event.slots) > 0 for event in jumps)
     assert jumps
-    with captured_log():
-        fp8dist.restore(net)
-    assert outputs() is None  # Its file is closed.
 
 
-def test_mistakes(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings(r"ignore:fp8dist.watch.path=…. is now fp8dist.Recorder:FutureWarning")
+def test_mistakes_and_the_old_path(tmp_path: Path) -> None:
+    """Lines and a resume of the file: tests/runs/test_monitor.py."""
     net = make_net()
     manager = fp8dist.prepare(net)
-    for every in (0, True, 2.5):
-        with pytest.raises(ConfigurationError, match="every must be a number of steps from 1"):
-            fp8dist.watch(manager, every)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="jump must be a factor"):
-        fp8dist.watch(manager, 3, tmp_path / "s", jump=0.5)
-    with pytest.warns(FutureWarning, match=r"watch\(path=…\) is now fp8dist.Recorder"):
-        fp8dist.watch(manager, 3, tmp_path / "s", resume_after=4)
-    (tmp_path / "s").write_text("kept")
-    with (
-        pytest.raises(ConfigurationError, match="an earlier watch writes there"),
-        pytest.warns(FutureWarning, match="path"),
-    ):
-        fp8dist.watch(manager, 5, tmp_path / "s")
-    with pytest.raises(ConfigurationError, match="continues after step 4: give both the same step"):
-        fp8dist.watch(manager, 5, tmp_path / "t", resume_after=3)
-    assert (tmp_path / "s").read_text() == "kept"
-    assert not (tmp_path / "t").exists()
+    first, second = tmp_path / "s", tmp_path / "t"
+    fp8dist.watch(manager, 3, first, resume_after=4)
+    (outputs,) = (weakref.ref(one) for one in manager._cycle.measurement.watch.observers if hasattr(one, "path"))  # type: ignore[union-attr]
+    first.write_text("kept")
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        *(((every,), {}, "every must be a number of steps from 1") for every in (0, True, 2.5)),
+        ((3, first), {"jump": 0.5}, "jump must be a factor"),
+        ((5, first), {}, "an earlier watch writes there"),
+        ((5, second), {"resume_after": 3}, "continues after step 4: give both the same step"),
+    ]
+    for arguments, named, message in calls:
+        with pytest.raises(ConfigurationError, match=message):
+            fp8dist.watch(manager, *arguments, **named)
+    assert first.read_text() == "kept"
+    assert not second.exists()
     manager.attach()
     with pytest.raises(ConfigurationError, match=r"before attach\(\)"):
-        fp8dist.watch(manager, 3, tmp_path / "s")
+        fp8dist.watch(manager, 3)
+    fp8dist.restore(net)
+    assert outputs() is None  # Its file is closed.
 
 
 @pytest.mark.parametrize(
@@ -288,7 +254,7 @@ def test_one_collective_for_the_whole_model(kind: str, ranks: bool) -> None:
 
 
 @on_ranks(2)
-def test_two_watches_share_the_collective_of_a_step() -> None:
+def test_two_watches_share_the_collective_of_a_step_and_a_rank_without_one_is_named() -> None:
     manager = fp8dist.prepare(net := make_net(), CurrentScaling(), group=dist.group.WORLD)
     for every in (3, 2):
         fp8dist.watch(manager, every)
@@ -297,10 +263,6 @@ def test_two_watches_share_the_collective_of_a_step() -> None:
     with counted_collectives() as calls:
         train(net, optimizer, *range(6), rank=dist.get_rank())
     assert calls.sizes == [4 * 3 * SLOTS] * 4
-
-
-@on_ranks(2)
-def test_a_rank_that_does_not_watch_is_named_at_attach() -> None:
     with pytest.raises(ManifestMismatchError, match=r"settings\.watch"):
         attached(every=3 if dist.get_rank() == 0 else None, group=dist.group.WORLD)
 
@@ -342,6 +304,9 @@ class CalledTwice(Net):
         return super().forward(x) + super().forward(x.flip(0))
 
 
+KINDS = (Recomputing, Reentrant, Whole, CalledTwice)
+
+
 def planted(rank: int, step: int, microbatch: int, value: float, on: int) -> tuple[Tensor, Tensor]:
     """Return a batch, with ``value`` in one place of it on one rank, in one microbatch."""
     x, y = batch(rank, 10 * step + microbatch)
@@ -374,8 +339,10 @@ def prepared(kind: type[Net] = Net, **options: Any) -> tuple[Net, StateManager, 
     return net, manager, seen
 
 
-@pytest.mark.parametrize("kind", [Net, Recomputing, Reentrant, Whole, CalledTwice], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("value", [OUTLIER, math.nan, -math.inf])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [*((Net, value) for value in (OUTLIER, math.nan, -math.inf)), *((kind, math.nan) for kind in KINDS)],
+)
 def test_a_planted_value_has_its_microbatch(kind: type[Net], value: float) -> None:
     net, manager, seen = prepared(kind)
     train_planted(manager, net, value)
@@ -540,6 +507,8 @@ def test_compiled_experts_count_alike() -> None:
 
 
 def test_idle_experts_and_ages_observed_in_each_step() -> None:
+    high = trained_experts(CurrentScaling(), overrides={"experts*": "high"})
+    assert all(one.experts == () for one in high)  # Not idle.
     seen = trained_experts()
     idle = [0, 0, 1, 2, 3, 0, 1, 2, 0]
     # The age says which earlier steps have not renewed the scale: one less than the idle steps, or all before now.
@@ -570,11 +539,6 @@ def test_idle_steps_between_observations_are_a_lower_bound(options: dict[str, An
         assert {one.experts[0].age for one in seen} == {slot.age for one in seen for slot in one.slots} == {None}
 
 
-def test_experts_in_high_precision_are_not_called_idle() -> None:
-    seen = trained_experts(CurrentScaling(), overrides={"experts*": "high"})
-    assert all(one.experts == () for one in seen)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("synced", "apart"), [(True, False), (False, False), (True, True)])
 @on_ranks(2)
@@ -600,9 +564,6 @@ def test_a_rank_without_tokens_is_observed(recipe: Recipe) -> None:
         model(x[part].requires_grad_(), index[part], weights[part]).sum().backward()
     optimizer.step()
     assert seen[0].experts[0].tokens == [TOKENS, TOKENS, 0, 0]
-
-
-def test_numbers_of_idle_experts() -> None:
     loads = [ExpertLoad("a", [0, 3], [7, 0], [6, 0]), ExpertLoad("b", [0, 0], [2, 1], None)]
     assert idle_numbers(loads) == {"idle_experts": 3, "longest_idle_steps": 7}
     assert idle_numbers([]) == {}

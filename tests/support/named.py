@@ -142,17 +142,9 @@ def known_calls() -> frozenset[str]:
     """Functions and methods that pages may call without the object that has them."""
     places: list[Any] = [builtins, torch, nn, nn.Linear, torch.Tensor, dist, dist.fsdp, checkpoint, tensor, copy]
     places += [torch.optim.Optimizer, torch.amp.GradScaler, DistributedDataParallel, tensor.DTensor, join]
-    places += [
-        FSDPModule,
-        parallel,
-        fp8dist,
-        fp8dist.StateManager,
-        fp8dist.SlotState,
-        fp8dist.LossGuard,
-        fp8dist.DivergenceReport,
-    ]
-    places += [fp8dist.Recipe, fp8dist.Recorder, fp8dist.ddp, fp8dist.fsdp, fp8dist.exporters, fp8dist.Exporter]
-    places += [fp8dist.ReplayBuffer, fp8dist.exact, torch.serialization]
+    places += [FSDPModule, parallel, fp8dist, fp8dist.StateManager, fp8dist.SlotState, fp8dist.LossGuard]
+    places += [fp8dist.DivergenceReport, fp8dist.Recipe, fp8dist.Recorder, fp8dist.ddp, fp8dist.fsdp]
+    places += [fp8dist.exporters, fp8dist.Exporter, fp8dist.ReplayBuffer, fp8dist.exact, torch.serialization]
     theirs = (
         *("convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp", "Float8LinearConfig"),
         *("sync_float8_amax_and_scale_history", "fp8_autocast", "filter_fn", "weight", "DistributedDataParallel"),
@@ -166,12 +158,8 @@ def known_calls() -> frozenset[str]:
 def known_classes() -> frozenset[str]:
     """Names of classes that pages may use without a module."""
     foreign = (
-        "Float8CurrentScaling",
-        "Float8BlockScaling",
-        "MXFP8BlockScaling",
-        "NVFP4BlockScaling",
-        "ChildFailedError",
-        "DistBackendError",
+        *("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"),
+        *("ChildFailedError", "DistBackendError"),
     )
     return frozenset({*dir(builtins), *dir(fp8dist), *dir(fp8dist.errors), *foreign})
 

@@ -23,6 +23,11 @@ def lines(path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
             file.write(json.dumps(one, allow_nan=False) + "\n")
 
 
+def load(step: int, module: str, tokens: list[int], idle: list[int], age: Any = None) -> dict[str, Any]:
+    """Return a line of experts.jsonl."""
+    return {"step": step, "module": module, "tokens": tokens, "idle": idle, "age": age}
+
+
 def module_names(layers: int) -> list[str]:
     """Return the names of the Linears of a small transformer."""
     return [f"blocks.{layer}.{part}" for layer in range(layers) for part in ("qkv", "attention_out", "up", "down")]

@@ -65,6 +65,7 @@ WIDTHS = [
 
 @pytest.mark.parametrize("opened", WIDTHS, indirect=True)
 def test_every_plot_draws_and_nothing_is_wider_than_the_page(opened: Any) -> None:
+    """The list of slots stays beside its label, also with a name that is longer than the page is wide."""
     assert opened.evaluate("window.evil") is None
     assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
     drawn = opened.evaluate(
@@ -84,13 +85,14 @@ def test_every_plot_draws_and_nothing_is_wider_than_the_page(opened: Any) -> Non
     assert views == len(drawn)
     if "blocks.0.qkv:input" in opened.content():
         assert views == PLOTS
+    label, choice = (opened.locator(one).bounding_box() for one in ("label[for=slot]", "#slot"))
+    assert choice["x"] > label["x"] + label["width"]
+    assert choice["y"] < label["y"] + label["height"]
+    assert label["height"] < 40
+    assert choice["x"] + choice["width"] <= opened.viewport_size["width"]
 
 
-def _chosen(page: Any) -> tuple[str, str]:
-    return page.locator("#slot-name").inner_text(), page.locator("#slot option:checked").inner_text()
-
-
-def test_a_click_in_the_heat_map_shows_the_slot(opened: Any) -> None:
+def test_a_click_in_the_heat_map_shows_the_slot_and_its_numbers(opened: Any, files: dict[str, Path]) -> None:
     place = """() => {
         const plot = Bokeh.documents[0].roots()[2], view = Bokeh.index.get_by_id(plot.id)
         const box = view.el.getBoundingClientRect()
@@ -100,13 +102,11 @@ def test_a_click_in_the_heat_map_shows_the_slot(opened: Any) -> None:
     opened.locator("#losing .maps").scroll_into_view_if_needed()
     opened.mouse.click(*opened.evaluate(place))
     opened.wait_for_function("document.getElementById('slot-name').textContent != 'blocks.0.attention_out:input'")
-    assert _chosen(opened) == ("blocks.2.qkv:grad_output",) * 2
+    chosen = [opened.locator(one).inner_text() for one in ("#slot-name", "#slot option:checked")]
+    assert chosen == ["blocks.2.qkv:grad_output"] * 2
     facts = opened.locator("#slot-facts").inner_text()
     assert facts.startswith("Format e5m2.")
     assert "1 places where an amax is not finite" in facts
-
-
-def test_the_slot_has_the_numbers_of_the_file(opened: Any, files: dict[str, Path]) -> None:
     opened.select_option("#slot", label="blocks.1.down:input")
     opened.wait_for_function("document.getElementById('slot-name').textContent == 'blocks.1.down:input'")
     drawn = opened.evaluate(
@@ -114,11 +114,8 @@ def test_the_slot_has_the_numbers_of_the_file(opened: Any, files: dict[str, Path
         " return Object.fromEntries(['step', 'amax', 'scale', 'top', 'subnormal', 'rank', 'microbatch']"
         ".map((name) => [name, Array.from(data[name])])) })()"
     )
-    rows = [
-        line
-        for line in read_run(files["made"].with_suffix("")).folder.lines("scales.jsonl").new()
-        if line["slot"] == "blocks.1.down:input"
-    ]
+    found = read_run(files["made"].with_suffix("")).folder.lines("scales.jsonl").new()
+    rows = [line for line in found if line["slot"] == "blocks.1.down:input"]
     assert drawn["step"] == [line["step"] for line in rows]
     for name, field in (("amax", "amax"), ("scale", "scale"), ("rank", "amax_rank"), ("microbatch", "amax_microbatch")):
         assert drawn[name] == [line[field] for line in rows], name
@@ -126,57 +123,42 @@ def test_the_slot_has_the_numbers_of_the_file(opened: Any, files: dict[str, Path
     assert drawn["subnormal"] == [2.0**-9 / line["scale"] for line in rows]
 
 
-def test_keys_alone_reach_everything(opened: Any) -> None:
+def _tab_to(page: Any, field: str, value: str) -> None:
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate(f"document.activeElement.{field}") == value:
+            return
+    raise AssertionError(f"no {field} {value}")
+
+
+def test_keys_alone_reach_everything_and_controls_have_names(opened: Any) -> None:
     opened.keyboard.press("Tab")
     assert opened.evaluate("document.activeElement.className") == "skip"
-    for _ in range(60):
-        opened.keyboard.press("Tab")
-        if opened.evaluate("document.activeElement.name") == "quantity":
-            break
+    _tab_to(opened, "name", "quantity")
     opened.keyboard.press("ArrowDown")
     assert opened.evaluate("document.querySelector('[name=quantity]:checked').value") == "saturated"
     visible = "Bokeh.documents[0].roots()[0].renderers.map((one) => one.visible)"
     assert opened.evaluate(visible) == [False, True, False]
-    for _ in range(60):
-        opened.keyboard.press("Tab")
-        if opened.evaluate("document.activeElement.id") == "slot":
-            break
+    _tab_to(opened, "id", "slot")
     assert opened.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     opened.keyboard.press("ArrowDown")
     opened.wait_for_function("document.getElementById('slot-name').textContent == 'blocks.0.down:input'")
-
-
-@pytest.mark.parametrize("opened", WIDTHS, indirect=True)
-def test_the_list_of_slots_stays_beside_its_label(opened: Any) -> None:
-    """Also with a name that is longer than the page is wide."""
-    label, choice = (opened.locator(one).bounding_box() for one in ("label[for=slot]", "#slot"))
-    assert choice["x"] > label["x"] + label["width"]
-    assert choice["y"] < label["y"] + label["height"]
-    assert label["height"] < 40
-    assert choice["x"] + choice["width"] <= opened.viewport_size["width"]
+    assert opened.get_by_role("combobox", name="Slot").count() == 1
+    assert opened.get_by_role("group", name="Shown in the heat maps").get_by_role("radio").count() == 3
+    assert opened.get_by_role("navigation", name="Panels").get_by_role("link").count() == 7
+    assert opened.get_by_role("region", name="Is this run sound?").count() == 1
 
 
 @pytest.mark.parametrize("opened", [("made", {"color_scheme": "dark"})], indirect=True)
-def test_the_plots_follow_the_colours_of_the_page(opened: Any) -> None:
+def test_the_plots_follow_the_colours_of_the_page_and_print_has_pictures(opened: Any) -> None:
     ink = "Bokeh.documents[0].roots()[6].below[0].axis_label_text_color"
     assert opened.evaluate(ink) == "#e8e8e8"
     assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 22, 22)"
     opened.emulate_media(color_scheme="light")
     opened.wait_for_function(f"{ink} == '#1f1f1f'")
-
-
-def test_print_has_the_pictures_in_place_of_the_maps(opened: Any) -> None:
     assert not opened.locator(".print").first.is_visible()
     opened.emulate_media(media="print")
     assert opened.locator(".print").first.is_visible()
     assert opened.locator(".maps .plot").first.is_hidden()
     assert opened.evaluate("[...document.images].every((one) => one.complete && one.naturalWidth > 100)")
     assert len(opened.pdf()) > 20_000
-
-
-def test_controls_have_names(opened: Any) -> None:
-    controls = opened.get_by_role("combobox", name="Slot")
-    assert controls.count() == 1
-    assert opened.get_by_role("group", name="Shown in the heat maps").get_by_role("radio").count() == 3
-    assert opened.get_by_role("navigation", name="Panels").get_by_role("link").count() == 7
-    assert opened.get_by_role("region", name="Is this run sound?").count() == 1

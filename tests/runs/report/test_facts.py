@@ -1,4 +1,4 @@
-"""What a report says: soundness, precision, MFU, bit patterns, and where two runs part."""
+"""What a report, and the live view, say: soundness, precision, MFU, bit patterns, and where two runs part."""
 
 from __future__ import annotations
 
@@ -14,35 +14,14 @@ import pytest
 
 from fp8dist.runs.report import facts
 from fp8dist.runs.report.cards import bits_of, checkpoint_table
+from fp8dist.runs.report.live import LiveRun
 from fp8dist.runs.report.numbers import RunNumbers, read_run
 from fp8dist.runs.report.parting import Digests, Parting, part
 from fp8dist.runs.report.precision import use_of
 from tests.support.runs import header, lines, made_run
 
 GOOD = [{"step": 1, "loss": 2.0}, {"step": 9, "loss": 1.9, "proven": 8, "checked": 5}]
-
-
-@pytest.mark.parametrize(
-    ("kinds", "remark"),
-    [
-        (["start"], "The run has not ended"),
-        (["start", "end"], ""),
-        (["start", "end", "start"], "The run has not ended"),  # The resumed run was killed.
-        (["start", "end", "checked", "saved", "checked"], ""),
-    ],
-)
-def test_a_run_without_its_end_is_said_to_have_none(kinds: list[str], remark: str, tmp_path: Path) -> None:
-    events = [{"step": 9, "kind": kind, "resumed_after": 9} for kind in kinds]
-    more = facts.verdict(_run(tmp_path, GOOD, events)).more
-    assert [text for text in more if "ended" in text] == ([f"{remark}: it goes on, or was killed."] if remark else [])
-
-
-def test_the_error_that_ended_a_run_is_told(tmp_path: Path) -> None:
-    run = _run(tmp_path, GOOD, [{"step": 9, "kind": "end", "error": "OutOfMemoryError"}])
-    assert facts.verdict(run).more == ("An error ended the run: OutOfMemoryError.",)
-    assert facts.story(run)[-1].text == "the run ends, error OutOfMemoryError"
-
-
+LAST = [{"step": 9, "loss": 1.9}]
 SAVED = [{"step": step, "kind": "saved", "path": f"step{step}"} for step in (3, 6, 8)]
 
 
@@ -52,6 +31,11 @@ def _run(folder: Path, metrics: list[dict[str, Any]], events: list[dict[str, Any
     lines(folder / "metrics.jsonl", metrics)
     lines(folder / "events.jsonl", events)
     return read_run(folder)
+
+
+def _back(step: int) -> dict[str, Any]:
+    """Return the event of a resume after a step."""
+    return {"step": step, "kind": "start", "resumed_after": step}
 
 
 def _diverged(step: int, consistent: bool = False) -> dict[str, Any]:
@@ -65,41 +49,88 @@ def _checked(step: int, compared: Any = None, **fields: Any) -> dict[str, Any]:
     return {"step": step, "kind": "checked", "compared": of, "compared_bytes": {"parameter": 1_200_000}, **fields}
 
 
+def _shards(step: int) -> dict[str, Any]:
+    return _checked(step, {"slot": 9}, unverified={"parameter": "6 shards"})
+
+
+NEW = {"step": 0, "kind": "start"}
+OLD = {"step": 9, "kind": "checked"}
+"""As of an earlier version."""
 AUDITED = {"kind": "audit", "name": "a: wgrad", "ranks": [1], "detail": "rank 1 computes wrong repeatedly"}
 AUDIT = {"step": 4, "kind": "diverged", "report": {"consistent": False, "findings": [AUDITED, AUDITED]}}
+WRONG = "a result of a: wgrad is wrong: rank 1 computes wrong repeatedly, and 1 more"
+DIVERGED = "in step 6 scale a:input differs on rank 1 (host node7), against rank 0; equal up to step 4"
+AGAIN = (
+    "proven to step 8, checked to step 9 (6 parameters of 1.2 MB, 9 slots), ranks differed in step 6, and are equal aga"
+)
 
 
 @pytest.mark.parametrize(
-    ("metrics", "events", "state", "text"),
+    ("metrics", "events", "state", "text", "live"),
     [
-        ([], [], "unknown", "Not known: the run has no step yet."),
-        (GOOD[:1], [], "unknown", "Not known: nothing in this folder proves"),
+        ([], [], "unknown", "Not known: the run has no step yet.", "unproven: nothing has compared the ranks yet"),
+        (GOOD[:1], [], "unknown", "Not known: nothing in this folder proves", "unproven"),
         (GOOD, [], "sound",
-         "up to step 8, after step 5 a check found equal what it compared (the run does not say what); step 9 is un"),
-        (GOOD, [_checked(9)], "sound", "after step 9 a check found 6 parameters of 1.2 MB, 9 slots equal; no step up"),
-        (GOOD, [_checked(9, {"slot": 9}, unverified={"parameter": "6 shards"})], "sound",
-         "after step 9 a check found 9 slots equal, parameters not verifiable; for the FP8 state, step 9 is unprove"),
+         "up to step 8, after step 5 a check found equal what it compared (the run does not say what); step 9 is un",
+         "proven to step 8, checked to step 5 (not recorded what)"),
+        (GOOD, [_checked(9)], "sound", "after step 9 a check found 6 parameters of 1.2 MB, 9 slots equal; no step up",
+         "proven to step 8, checked to step 9 (6 parameters of 1.2 MB, 9 slots)"),
+        (GOOD, [_shards(9)], "sound",
+         "after step 9 a check found 9 slots equal, parameters not verifiable; for the FP8 state, step 9 is unprove",
+         "proven to step 8, parameters not verifiable, 9 slots equal to step 9"),
         (GOOD, [_checked(9, {"parameter": 1, "slot": 9}, partial={"parameter": "1 of 6 parameters"})], "sound",
-         "equal, compared only 1 of 6 parameters; for the FP8 state, step 9 is unproven; the other parameters"),
-        ([{"step": 9, "loss": 1.9}], [_checked(9, nonfinite=["head"])], "unsound",
-         "Not sound: a check after step 9 found 6 parameters of 1.2 MB, 9 slots equal, NaN or infinity in head."),
-        (GOOD, [_diverged(6)], "unsound",
-         "in step 6 scale a:input differs on rank 1 (host node7), against rank 0; equal "),
-        (GOOD, [AUDIT, {"step": 9, "kind": "checked"}], "unsound",
-         "in step 4 a result of a: wgrad is wrong: rank 1 computes wrong repeatedly, and 1 more."),
-        (GOOD, [_diverged(6, True)], "sound", "Sound as far as it is proven"),
-        (GOOD, [_diverged(6), {"step": 5, "kind": "start", "resumed_after": 5}], "sound", "Sound as far as"),
-        ([*GOOD, {"step": 10, "loss": "NaN"}], [], "unsound", "Not sound: the loss is not finite in step 10."),
-        ([*GOOD, {"step": 10, "loss": None}, {"step": 11, "loss": []}], [], "sound", "steps 9 to 11 are unproven"),
-        (GOOD[:1], [{"step": 9, "kind": "checked"}, {"step": 0, "kind": "start"}], "unknown", "Not known: nothing"),
-        (GOOD, [_diverged(6), {"step": 0, "kind": "start"}], "sound", "Sound as far as"),
-        (GOOD, [{"step": 6, "kind": "diverged", "report": "no report"}], "unsound", "in step 6 ranks differ."),
+         "equal, compared only 1 of 6 parameters; for the FP8 state, step 9 is unproven; the other parameters",
+         "1 parameter of 1.2 MB, 9 slots equal to step 9, compared only 1 of 6 parameters"),
+        (LAST, [_checked(9, nonfinite=["head"])], "unsound",
+         "Not sound: a check after step 9 found 6 parameters of 1.2 MB, 9 slots equal, NaN or infinity in head.",
+         "NOT FINITE after step 9: 6 parameters of 1.2 MB, 9 slots equal, NaN or infinity in head"),
+        (LAST, [_checked(9, 7, unverified=[], nonfinite=7)], "sound", "", "checked to step 9 (not recorded what)"),
+        (GOOD, [_diverged(6)], "unsound", f"Not sound: {DIVERGED}.", "DIVERGED in step 6: scale a:input differs on ra"),
+        (GOOD, [_diverged(6), _checked(9)], "unsound", DIVERGED, AGAIN),
+        (GOOD, [_diverged(3), _shards(4)], "unsound", "in step 3", "ranks differed in step 3, and are equal again"),
+        (GOOD, [AUDIT, OLD], "unsound", f"in step 4 {WRONG}.", f"WRONG RESULT in step 4: {WRONG}"),
+        (GOOD, [AUDIT, _back(3)], "sound", "Sound as far as", "proven to step 8"),
+        (GOOD, [_diverged(6, True)], "sound", "Sound as far as it is proven", "proven to step 8"),
+        (GOOD, [_diverged(6), _back(5)], "sound", "Sound as far as", "proven to step 8"),
+        (GOOD, [_diverged(6), _back(6)], "unsound", DIVERGED, "DIVERGED in step 6"),
+        (GOOD, [_diverged(6), NEW], "sound", "Sound as far as", "proven to step 8"),
+        ([*GOOD, {"step": 10, "loss": "NaN"}], [], "unsound", "Not sound: the loss is not finite in step 10.",
+         "NOT FINITE since step 10, proven to step 8, checked to step 5"),
+        ([*GOOD, {"step": 10, "loss": None}, {"step": 11, "loss": []}], [], "sound", "steps 9 to 11 are unproven", ""),
+        (LAST, [OLD, NEW], "unknown", "Not known: nothing", "unproven"),
+        (LAST, [OLD, _back(8)], "unknown", "Not known: nothing", "unproven"),
+        (LAST, [OLD, _back(9)], "sound", "no step up to 9 is unproven", "checked to step 9"),
+        (GOOD, [{"step": 6, "kind": "diverged", "report": "no report"}], "unsound", "in step 6 ranks differ.",
+         "DIVERGED in step 6: ranks differ"),
     ],
 )  # fmt: skip
-def test_soundness(metrics: list[Any], events: list[Any], state: str, text: str, tmp_path: Path) -> None:
+def test_soundness(metrics: list[Any], events: list[Any], state: str, text: str, live: str, tmp_path: Path) -> None:
     found = facts.verdict(_run(tmp_path, metrics, events))
     assert found.state == state
     assert text in found.text
+    run = LiveRun(tmp_path)
+    run.read()
+    known = {"sound": True, "unsound": False, "unknown": None}[state]
+    assert run.sound[0] is (known or "equal aga" in live or known)
+    assert live in run.sound[1]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "remark"),
+    [
+        (["start"], "The run has not ended"),
+        (["start", "end"], ""),
+        (["start", "end", "start"], "The run has not ended"),  # The resumed run was killed.
+        (["start", "end", "checked", "saved", "checked"], ""),
+    ],
+)
+def test_the_end_of_a_run(kinds: list[str], remark: str, tmp_path: Path) -> None:
+    events = [{"step": 9, "kind": kind, "resumed_after": 9} for kind in kinds]
+    more = facts.verdict(_run(tmp_path, GOOD, events)).more
+    assert [text for text in more if "ended" in text] == ([f"{remark}: it goes on, or was killed."] if remark else [])
+    run = _run(tmp_path, GOOD, [{"step": 9, "kind": "end", "error": "OutOfMemoryError"}])
+    assert facts.verdict(run).more == ("An error ended the run: OutOfMemoryError.",)
+    assert facts.story(run)[-1].text == "the run ends, error OutOfMemoryError"
 
 
 def test_mfu_is_the_time_at_the_peaks_over_the_measured_time(tmp_path: Path) -> None:
@@ -199,30 +230,12 @@ def test_the_odd_rank_and_the_straggler(tmp_path: Path) -> None:
     assert facts.straggler(run).startswith("The others wait for rank 2 (host node1): it waits 0.30 ms per step")
 
 
-@pytest.mark.parametrize(
-    ("events", "good"),
-    [
-        ([], 8),
-        ([_diverged(8)], 3),
-        ([AUDIT], 3),
-        ([_diverged(8), {"step": 5, "kind": "start", "resumed_after": 6}], 3),  # It is in step 6's, if it began at 5.
-        ([_diverged(8), {"step": 3, "kind": "start", "resumed_after": 3}, SAVED[2]], 8),
-        ([_diverged(8, True), {**SAVED[2], "step": 9}], 9),
-    ],
-)
-def test_a_checkpoint_with_a_divergence_in_it_is_not_good(events: list[Any], good: int, tmp_path: Path) -> None:
-    run = _run(tmp_path, [{"step": 9, "loss": 1.0}], [*SAVED, *events, _checked(9)])
-    text = "".join(checkpoint_table(run))
-    assert f"known to be good is of <strong>step {good}</strong>" in text
-    assert "After step 9 a check found 6 parameters of 1.2 MB, 9 slots equal." in text
-
-
 AFTER = "after NaN or infinity in step 5"
 AFTER6, AFTER7 = (f"after NaN or infinity in step {step}" for step in (6, 7))
-BACK = {"step": 4, "kind": "start", "resumed_after": 4}
 PART, PARTLY = {"parameter": "1 of 6 parameters"}, "good as far as compared: 1 of 6 parameters"
-SHARDS = {"compared": {"slot": 9}, "unverified": {"parameter": "6 shards"}}
 BAD = {"step": 5, "loss": 1.0, "grad_norm": "Infinity"}
+TWO = [{"step": 6, "loss": "NaN"}, {"step": 7, "loss": "NaN"}]
+DIFFERS = "after a divergence"
 
 
 @pytest.mark.parametrize(
@@ -230,29 +243,36 @@ BAD = {"step": 5, "loss": 1.0, "grad_norm": "Infinity"}
     [
         ([], [], ["unchecked"] * 3, "no check came after one and found parameters equal and finite"),
         ([], [_checked(6)], ["good", "good", "unchecked"], "After step 6 a check found 6 parameters of 1.2 MB"),
-        ([], [{"step": 9, "kind": "checked", **SHARDS}], ["saved, not verifiable"] * 3,
+        ([], [_shards(9)], ["saved, not verifiable"] * 3,
          "not verifiable, because after step 9 a check found 9 slots equal, parameters not verifiable"),
         ([], [_checked(9, {"parameter": 6}, unverified={"optimizer": "2 shards"})], ["good"] * 3, "not verifiable."),
         ([], [_checked(9, partial=PART)], [PARTLY] * 3,
          "No checkpoint is known to be good: after step 9 a check found"),
         ([], [_checked(6, partial=PART), _checked(9)], ["good"] * 3, "After step 9"),
-        ([], [{"step": 9, "kind": "checked"}], ["checked, not recorded what"] * 3, "the run does not say what"),
+        ([], [OLD], ["checked, not recorded what"] * 3, "the run does not say what"),
         # All ranks are NaN alike.
         ([], [_checked(4), _checked(9, nonfinite=["a"])], ["good", "not finite", "not finite"], "step 3"),
         ([], [_checked(9, nonfinite=["a"]), _checked(10)], ["not finite"] * 3, "No checkpoint"),
-        ([], [_checked(9, nonfinite=["a"]), BACK, SAVED[1], _checked(6)], ["good"] * 2, "step 6"),
+        ([], [_checked(9, nonfinite=["a"]), _back(4), SAVED[1], _checked(6)], ["good"] * 2, "step 6"),
         # A loss or gradient norm is not finite.
         ([{"step": 5, "loss": "NaN"}], [], ["unchecked", *[AFTER] * 2], "No checkpoint"),
-        ([{"step": 6, "loss": "NaN"}, {"step": 7, "loss": "NaN"}], [_checked(9)], ["good", AFTER6, "good"], "step 8"),
-        ([{"step": 6, "loss": "NaN"}, {"step": 7, "loss": "NaN"}], [_checked(6)], ["good", "good", AFTER7], "step 6"),
+        (TWO, [_checked(9)], ["good", AFTER6, "good"], "step 8"),
+        (TWO, [_checked(6)], ["good", "good", AFTER7], "step 6"),
         ([BAD], [_checked(4)], ["good", *[AFTER] * 2], "step 3"),
         ([BAD], [_checked(9)], ["good"] * 3, "step 8"),  # A loss scaler has skipped the step.
-        ([BAD], [{"step": 9, "kind": "checked", **SHARDS}], ["saved, not verifiable"] * 3, "No checkpoint"),
-        ([BAD], [{"step": 9, "kind": "checked"}], ["checked, not recorded what", *[AFTER] * 2], "No checkpoint"),
+        ([BAD], [_shards(9)], ["saved, not verifiable"] * 3, "No checkpoint"),
+        ([BAD], [OLD], ["checked, not recorded what", *[AFTER] * 2], "No checkpoint"),
         ([BAD, {"step": 4}, {"step": 5}], [], ["unchecked"] * 3, "No checkpoint"),  # Rolled back.
+        # A divergence is in it.
+        ([], [_diverged(8), _checked(9)], ["good", *[DIFFERS] * 2], "step 3"),
+        ([], [AUDIT, _checked(9)], ["good", *[DIFFERS] * 2], "step 3"),
+        # It is in step 6's, if it began at 5.
+        ([], [_diverged(8), {**_back(6), "step": 5}, _checked(9)], ["good", DIFFERS], "step 3"),
+        ([], [_diverged(8), _back(3), SAVED[2], _checked(9)], ["good"] * 2, "step 8"),
+        ([], [_diverged(8, True), {**SAVED[2], "step": 9}, _checked(9)], ["good", *[DIFFERS] * 2, "good"], "step 9"),
     ],
 )  # fmt: skip
-def test_a_checkpoint_is_good_only_if_parameters_were_compared_and_are_finite(
+def test_a_checkpoint_is_good_only_if_parameters_were_compared_and_are_equal_and_finite(
     metrics: list[Any], events: list[Any], states: list[str], text: str, tmp_path: Path
 ) -> None:
     page = "".join(checkpoint_table(_run(tmp_path, metrics, [*SAVED, *events])))
@@ -272,11 +292,6 @@ def test_the_first_trouble_is_told_with_its_replay(tmp_path: Path) -> None:
     assert damaged.text.endswith(": nothing is known of its result")
     assert facts.replayed_text(run, 3) == replay.text
     assert facts.replayed_text(run, 5) == ""
-    again = {"step": 2, "kind": "start", "resumed_after": 2}
-    assert facts.replayed_text(_run(tmp_path / "again", [], [replayed, again]), 3) == ""
-
-
-def test_a_loss_that_is_not_finite_is_told_without_a_loss_guard(tmp_path: Path) -> None:
-    folder = made_run(tmp_path / "run")
-    (folder / "events.jsonl").unlink()
-    assert [(event.step, event.kind) for event in facts.story(read_run(folder))] == [(213, "nonfinite_loss")]
+    assert facts.replayed_text(_run(tmp_path / "again", [], [replayed, _back(2)]), 3) == ""
+    lost = _run(tmp_path / "lost", [{"step": 2, "loss": "NaN"}])  # Without a loss guard.
+    assert [(event.step, event.kind) for event in facts.story(lost)] == [(2, "nonfinite_loss")]

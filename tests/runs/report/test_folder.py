@@ -18,18 +18,30 @@ def _line(step: int, **more: object) -> str:
     return json.dumps({"step": step, **more}) + "\n"
 
 
+def _lines(*steps: int) -> str:
+    return "".join(map(_line, steps))
+
+
+def _new(lines: Lines) -> list[int]:
+    return [line["step"] for line in lines.new()]
+
+
 def test_lines_come_once_and_a_torn_line_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = Lines(path)
-    assert list(lines.new()) == []
-    whole = _line(1, loss=2.5) + _line(2, loss="NaN")
-    path.write_text(whole + '{"step": 3, "lo')
-    assert [line["step"] for line in lines.new()] == [1, 2]
-    assert list(lines.new()) == []
+    assert _new(lines) == []
+    path.write_text(_lines(1, 2) + '{"step": 3, "lo')
+    assert (_new(lines), _new(lines)) == ([1, 2], [])
     with path.open("a") as file:
         file.write('ss": 1}\n' + _line(4))
     assert list(lines.new()) == [{"step": 3, "loss": 1}, {"step": 4}]
-    assert lines.left_out == 0
+    assert (lines.left_out, lines.replaced()) == (0, False)
+    new = tmp_path / "new"
+    new.write_text(_lines(1, 2, 3))
+    os.replace(new, path)
+    assert (lines.replaced(), _new(lines)) == (True, [1, 2, 3])
+    path.write_text(_line(1))  # The same file, cut.
+    assert (lines.replaced(), _new(lines)) == (True, [1])
 
 
 @pytest.mark.parametrize("block", [1, 7, 1 << 22])
@@ -37,37 +49,14 @@ def test_damaged_lines_are_left_out_and_counted(block: int, tmp_path: Path, monk
     monkeypatch.setattr(module, "BLOCK", block)
     path = tmp_path / "events.jsonl"
     damaged = ["", "{", "[1", "2]", '{"step": 1', '"x": 2}', '{"step": true}', '{"step": "4"}', "[" * 100_000, "\0\xff"]
-    text = _line(1) + "\n".join(damaged) + "\n" + _line(2)
-    path.write_bytes(text.encode("latin-1"))
+    path.write_bytes((_line(1) + "\n".join(damaged) + "\n" + _line(2)).encode("latin-1"))
     lines = Lines(path)
-    assert [line["step"] for line in lines.new()] == [1, 2]
-    assert lines.left_out == len(damaged)
-
-
-def test_a_line_without_end_costs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (_new(lines), lines.left_out) == ([1, 2], len(damaged))
     monkeypatch.setattr(module, "BLOCK", 16)
-    monkeypatch.setattr(module, "LONGEST", 64)
-    path = tmp_path / "scales.jsonl"
+    monkeypatch.setattr(module, "LONGEST", 64)  # A line without end costs no memory.
     path.write_text(_line(1) + "x" * 1_000 + "\n" + _line(2))
     lines = Lines(path)
-    assert [line["step"] for line in lines.new()] == [1, 2]
-    assert lines.left_out == 1
-
-
-def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(_line(step) for step in range(1, 6)))
-    lines = Lines(path)
-    assert len(list(lines.new())) == 5
-    assert not lines.replaced()
-    new = tmp_path / "new"
-    new.write_text("".join(_line(step) for step in range(1, 4)))
-    os.replace(new, path)
-    assert lines.replaced()
-    assert [line["step"] for line in lines.new()] == [1, 2, 3]
-    path.write_text(_line(1))  # The same file, cut.
-    assert lines.replaced()
-    assert [line["step"] for line in lines.new()] == [1]
+    assert (_new(lines), lines.left_out) == ([1, 2], 1)
 
 
 @pytest.mark.parametrize(
@@ -90,24 +79,19 @@ def test_a_folder_of_another_kind_is_refused(content: str | None, problem: str, 
 
 
 def test_a_run_without_a_header_is_read(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(_line(1, loss=1.0))
-    run = RunFolder(tmp_path)
-    assert run.header == {}
-    assert [line["loss"] for line in run.lines("metrics.jsonl").new()] == [1.0]
-    with pytest.raises(ConfigurationError, match="is not a folder"):
-        RunFolder(tmp_path / "metrics.jsonl")
-
-
-@pytest.mark.parametrize("tail", [0, 1, 12, 13, 14, 26, 10_000])
-def test_a_tail_starts_with_a_whole_line(tail: int, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(_line(step) for step in range(10, 20)))  # 13 bytes each.
-    lines = Lines(path, tail)
-    assert [line["step"] for line in lines.new()] == list(range(10, 20))[10 - min(10, tail // 13) :]
-    with path.open("a") as file:
-        file.write(_line(20))
-    assert [line["step"] for line in lines.new()] == [20]
-    assert lines.left_out == 0
+    path.write_text(_lines(*range(10, 20)))  # 13 bytes each.
+    run = RunFolder(tmp_path)
+    assert (run.header, _new(run.lines("metrics.jsonl"))) == ({}, [*range(10, 20)])
+    with pytest.raises(ConfigurationError, match="is not a folder"):
+        RunFolder(path)
+    for tail in (0, 1, 12, 13, 14, 26, 10_000):  # A tail starts with a whole line.
+        path.write_text(_lines(*range(10, 20)))
+        lines = Lines(path, tail)
+        assert _new(lines) == [*range(10, 20)][10 - min(10, tail // 13) :]
+        with path.open("a") as file:
+            file.write(_line(20))
+        assert (_new(lines), lines.left_out) == ([20], 0)
 
 
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl"])
@@ -116,9 +100,9 @@ def test_what_is_no_file_is_not_read(name: str, kind: str, tmp_path: Path, monke
     """The opening of a pipe waits for its writer, and some devices have no end."""
     monkeypatch.setattr(module, "LONGEST", 1 << 20)
     (tmp_path / "run.json").write_text(json.dumps({"format": "fp8dist run", "version": 1}))
+    (tmp_path / ("metrics.jsonl" if name == "run.json" else "other")).write_text(_line(1))
     path = tmp_path / name
     path.unlink(missing_ok=True)
-    (tmp_path / ("metrics.jsonl" if name == "run.json" else "other")).write_text(_line(1))
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "device":

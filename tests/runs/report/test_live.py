@@ -55,26 +55,7 @@ def _slot(chance: random.Random, step: int, place: int) -> dict[str, Any]:
     return {"step": step, "slot": f"m.{place}:input", "amax": amax, "scale": 16.0, **shares, **places}
 
 
-def test_the_line_of_an_event_says_the_kind_once_and_the_rank_on_80_columns(tmp_path: Path) -> None:
-    run = _run(tmp_path, {"step": 236})
-    slots = ["model.blocks.2.mlp.up:grad_output"]
-    _write(
-        tmp_path / "events.jsonl",
-        {"step": 200, "kind": "saved", "path": "checkpoints/step200"},
-        {"step": 236, "kind": "nonfinite", "slots": slots, "rank": 5, "microbatch": 3},
-        {"step": 240, "kind": "end"},
-    )
-    run.read()
-    lines = [line.plain for line in screen(run, 80, 40) if line.plain.startswith("step 2")]
-    assert lines[-3:] == [
-        "step 200  saved  checkpoints/step200",
-        f"step 236  nonfinite  {slots[0]}, rank 5, microbatch 3",
-        "step 240  end  the run ends",
-    ]
-    assert f"nonfinite in step 236: {slots[0]}, rank 5, microbatch 3" in one_line(run)
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_state_is_that_of_the_whole_files(seed: int, tmp_path: Path) -> None:
     """Files grow in random pieces, some torn inside a line."""
     chance = random.Random(seed)
@@ -107,33 +88,22 @@ def test_the_state_is_that_of_the_whole_files(seed: int, tmp_path: Path) -> None
     assert run.waits == [RankWait(rank, wait) for rank, wait in enumerate(waits)]
     expected = sorted((slot for slot in seen if _severity(slot)[0] < 4), key=_severity)
     found = run.troubled(40)
-    assert [_severity({**s, "amax": "x"} if isinstance(s["amax"], str) else s)[0] for s in expected] == [
-        slot.trouble.rank_of_kind for slot in found
-    ]
-    finite = [(f, e) for f, e in zip(found, expected) if not isinstance(e["amax"], str)]
-    for slot, line in finite:
-        assert slot.name == line["slot"]
-        of = ("saturated", "underflow", "amax")[slot.trouble.rank_of_kind - 1]
-        assert slot.what
-        assert slot.place == (line[f"{of}_rank"], line[f"{of}_microbatch"])
-
-
-def test_a_slot_that_is_no_longer_watched_is_not_shown(tmp_path: Path) -> None:
-    run = _run(tmp_path)
-    for step in (1, 2, 3):
-        _write(tmp_path / "scales.jsonl", {"step": step, "slot": "stays:input", "amax": 1.0, "scale": 1.0})
-        if step == 1:
-            _write(tmp_path / "scales.jsonl", {"step": step, "slot": "goes:input", "amax": "NaN"})
-    run.read()
-    assert [slot.name for slot in run.observed()] == ["stays:input"]
-    assert run.troubled(10) == []
+    assert [slot.trouble.rank_of_kind for slot in found] == [_severity(line)[0] for line in expected]
+    for slot, line in zip(found, expected):
+        if not isinstance(line["amax"], str):
+            assert slot.name == line["slot"]
+            of = ("saturated", "underflow", "amax")[slot.trouble.rank_of_kind - 1]
+            assert slot.what
+            assert slot.place == (line[f"{of}_rank"], line[f"{of}_microbatch"])
 
 
 def test_only_slots_in_trouble_are_named(tmp_path: Path) -> None:
-    """Not one that fills its format, as delayed scaling wants it, nor one that cuts off a single element."""
+    """Not one that fills its format, as delayed scaling wants it, nor one that cuts off a single element, nor one that
+    is no longer watched."""
     run = _run(tmp_path, {"step": 1}, slots=[{"slot": "full:input", "format": "e4m3"}])
     sound = {"step": 1, "slot": "full:input", "amax": 1.1, "scale": 448.0, "saturated": 1e-6, "underflow": 2e-3}
-    _write(tmp_path / "scales.jsonl", sound)
+    unwatched = {"step": -1, "slot": "unwatched:input", "amax": "NaN"}
+    _write(tmp_path / "scales.jsonl", sound | {"step": -1}, unwatched, sound | {"step": 0}, sound)
     run.read()
     text = "\n".join(line.plain for line in screen(run, 80, 40))
     assert "no slot is in trouble, of 1 observed" in text
@@ -146,26 +116,35 @@ def test_only_slots_in_trouble_are_named(tmp_path: Path) -> None:
     assert "slots in trouble" in "\n".join(line.plain for line in screen(run, 80, 40))
 
 
-def test_the_title_has_the_parent_folder(tmp_path: Path) -> None:
-    """Runs of two experiments are often called the same."""
+def test_the_screen_has_the_run_its_losses_and_its_events(tmp_path: Path) -> None:
     (tmp_path / "larger").mkdir()
-    run = _run(tmp_path / "larger" / "fp8", {"step": 1}, recipe="DelayedScaling(history_len=1024)", device="cpu")
+    folder = tmp_path / "larger" / "fp8"  # Runs of two experiments are often called the same.
+    recipe = {"recipe": "DelayedScaling(history_len=1024)", "device": "cpu"}
+    run = _run(folder, {"step": 235, "loss": 3.0, "validation_loss": 3.5}, {"step": 236, "loss": 2.0}, **recipe)
     assert run.title == ["larger/fp8", "DelayedScaling", "cpu"]
-    assert read_run(tmp_path / "larger" / "fp8").name == "larger/fp8"
-
-
-def test_validation_loss_is_shown(tmp_path: Path) -> None:
-    run = _run(tmp_path, {"step": 1, "loss": 3.0, "validation_loss": 3.5}, {"step": 2, "loss": 2.0})
-    assert "validation loss 3.5 (step 1)" in one_line(run)
-    _write(tmp_path / "events.jsonl", {"step": 2, "kind": "evaluated", "validation_loss": 2.25, "perplexity": 9.488})
+    assert read_run(folder).name == "larger/fp8"
+    assert "validation loss 3.5 (step 235)" in one_line(run)
+    slot = "model.blocks.2.mlp.up:grad_output"
+    _write(
+        folder / "events.jsonl",
+        {"step": 200, "kind": "saved", "path": "checkpoints/step200"},
+        {"step": 236, "kind": "nonfinite", "slots": [slot], "rank": 5, "microbatch": 3},
+        {"step": 236, "kind": "evaluated", "validation_loss": 2.25, "perplexity": 9.488},
+        {"step": 240, "kind": "end"},
+    )
     run.read()
-    lines = [line.plain for line in screen(run, 80, 40)]
-    assert lines[2].startswith("loss 2  validation loss 2.25 (step 2)  █▁")
-    assert "step 2  evaluated  validation_loss 2.25, perplexity 9.488" in lines
-    numbers = read_run(tmp_path)
-    assert facts.validation_losses(numbers) == {1: 3.5, 2: 2.25}
-    _write(tmp_path / "events.jsonl", {"step": 1, "kind": "start", "resumed_after": 1})
-    assert facts.validation_losses(read_run(tmp_path)) == {1: 3.5}
+    lines = [line.plain for line in screen(run, 80, 40)]  # Each says the kind once, and the rank on 80 columns.
+    assert [line for line in lines if line.startswith("step 2")][-4:] == [
+        "step 200  saved  checkpoints/step200",
+        f"step 236  nonfinite  {slot}, rank 5, microbatch 3",
+        "step 236  evaluated  validation_loss 2.25, perplexity 9.488",
+        "step 240  end  the run ends",
+    ]
+    assert f"nonfinite in step 236: {slot}, rank 5, microbatch 3" in one_line(run)
+    assert lines[2].startswith("loss 2  validation loss 2.25 (step 236)  █▁")
+    assert facts.validation_losses(read_run(folder)) == {235: 3.5, 236: 2.25}
+    _write(folder / "events.jsonl", {"step": 235, "kind": "start", "resumed_after": 235})
+    assert facts.validation_losses(read_run(folder)) == {235: 3.5}
 
 
 @pytest.mark.parametrize("ranks", [None, [], ["0", 1], "01"])
@@ -179,56 +158,6 @@ def test_a_line_that_names_no_ranks_changes_no_wait_and_is_left_out_of_a_report(
     assert numbers.left_out == {"ranks.jsonl": 1}
     assert numbers.waits is not None
     assert [repr(float(wait)) for wait in numbers.waits.sync_wait_ms] == ["2.5", "nan"]
-
-
-AUDITED = {"kind": "audit", "name": "a: wgrad", "ranks": [1], "detail": "rank 1 computes wrong repeatedly"}
-AUDIT = {"kind": "diverged", "report": {"findings": [AUDITED, AUDITED]}}
-DIVERGED = {"kind": "diverged", "report": {"findings": [{"kind": "scale", "name": "a:input", "ranks": [1, 2]}]}}
-
-
-SIZES = {"compared": {"parameter": 6, "slot": 9}, "compared_bytes": {"parameter": 1_200_000}}
-CHECKED: dict[str, Any] = {"step": 4, "kind": "checked", **SIZES}
-SHARDS = {"compared": {"slot": 9}, "unverified": {"parameter": "6 shards"}}
-
-
-@pytest.mark.parametrize(
-    ("events", "step", "known", "text"),
-    [
-        ([], {"proven": None}, None, "unproven: nothing has compared the ranks yet"),
-        ([], {"proven": 8, "checked": 5}, True, "proven to step 8, checked to step 5"),
-        ([{"step": 4, "kind": "checked"}], {}, True, "checked to step 4 (not recorded what)"),
-        ([CHECKED], {"proven": 8}, True, "proven to step 8, checked to step 4 (6 parameters of 1.2 MB, 9 slots)"),
-        ([CHECKED | SHARDS], {"proven": 8}, True, "parameters not verifiable, 9 slots equal to step 4"),
-        ([CHECKED | {"partial": {"parameter": "6 of 7 parameters"}}], {}, True,
-         "6 parameters of 1.2 MB, 9 slots equal to step 4, compared only 6 of 7 parameters"),
-        ([CHECKED | {"nonfinite": ["a"]}], {}, False, "NOT FINITE after step 4: 6 parameters of 1.2 MB, 9 slots equal"),
-        ([CHECKED | {"compared": 7, "unverified": [], "nonfinite": 7}], {}, True,
-         "checked to step 4 (not recorded what)"),
-        ([CHECKED], {"loss": "NaN"}, False, "NOT FINITE since step 10, checked to step 4"),
-        ([{"step": 3, **DIVERGED}, CHECKED | SHARDS], {}, True, "equal again"),
-        ([{"step": 4, "kind": "checked"}, {"step": 0, "kind": "start"}], {}, None, "unproven"),
-        ([{"step": 4, "kind": "checked"}, {"step": 3, "kind": "start", "resumed_after": 3}], {}, None, "unproven"),
-        ([{"step": 4, "kind": "checked"}, {"step": 4, "kind": "start", "resumed_after": 4}], {}, True, "to step 4"),
-        ([{"step": 6, **DIVERGED}], {"proven": 8, "checked": 5}, False,
-         "DIVERGED in step 6: scale a:input differs on ranks 1, 2, no majority"),
-        ([{"step": 6, **DIVERGED}], {"checked": 9}, True, "ranks differed in step 6, and are equal again"),
-        ([{"step": 6, **DIVERGED}, {"step": 5, "kind": "start", "resumed_after": 5}], {"proven": 7}, True, "proven to"),
-        ([{"step": 6, **DIVERGED}, {"step": 6, "kind": "start", "resumed_after": 6}], {"proven": 7}, False, "DIVERGED"),
-        ([{"step": 6, "kind": "diverged", "report": {"consistent": True, "findings": []}}], {"proven": 7}, True,
-         "prov"),
-        ([{"step": 6, **AUDIT}], {"checked": 9}, False,
-         "WRONG RESULT in step 6: a result of a: wgrad is wrong: rank 1 computes wrong rep"),
-        ([{"step": 6, **AUDIT}, {"step": 5, "kind": "start", "resumed_after": 5}], {"proven": 7}, True, "proven to"),
-        ([{"step": 6, "kind": "diverged", "report": 7}], {"proven": 7}, False, "DIVERGED in step 6: ranks differ"),
-    ],
-)  # fmt: skip
-def test_it_says_if_the_run_is_sound(
-    events: list[dict[str, Any]], step: dict[str, Any], known: bool | None, text: str, tmp_path: Path
-) -> None:
-    _write(tmp_path / "events.jsonl", *events)
-    sound = _run(tmp_path, {"step": 10, **step}).sound
-    assert sound[0] is known
-    assert text in sound[1]
 
 
 def test_files_that_are_replaced_start_anew(tmp_path: Path) -> None:
@@ -303,7 +232,7 @@ HOSTILE = ["\x1b[31m\x07", "[red]x[/red]", "y" * 10_000, "‮", "漢" * 500, "\u
 HOSTILE += [None, [], {}, [[]], {"findings": [7, {}, {"ranks": "x", "name": []}]}, "NaN", "Infinity", math.inf]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_no_line_breaks_the_screen(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     keys = "step time loss grad_norm step_ms proven checked slot amax scale saturated underflow amax_rank ranks kind"
@@ -337,7 +266,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
             ("events", {"kind": "nonfinite", "slots": ["a" * 50] * 9}),
             ("scales", {"slot": "a:input", "amax": 1.0}),
         ):
-            _write(tmp_path / f"{name}.jsonl", *({"step": part * 3_000 + i, **more} for i in range(3_000)))
+            _write(tmp_path / f"{name}.jsonl", *({"step": part * 1_000 + i, **more} for i in range(1_000)))
         run.read()
         # Other threads of the process allocate, too.
         traced = tracemalloc.take_snapshot().filter_traces(ours).statistics("filename")
@@ -347,18 +276,14 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     assert (len(run.losses), len(run.events)) == (400, 100)
 
 
-def test_sparklines() -> None:
+def test_sparklines_and_names_are_short() -> None:
     assert sparkline([0.0, 1.0, 2.0, 7.0], 10) == "▁▂▃█"
     assert sparkline([5.0, math.nan, math.inf, 5.0], 10) == "▁!!▁"
     assert sparkline([9.0, 0.0, 7.0], 2) == "▁█"
     assert sparkline([-1.7e308, 1.7e308], 2) == "▁!"
     assert sparkline([], 5) == sparkline([1.0], 0) == ""
-
-
-def test_long_names_lose_their_middle() -> None:
     assert shortened("abcdefghij", 10) == "abcdefghij"
-    assert shortened("abcdefghij", 6) == "ab…hij"
-    assert [shortened("abcdef", width) for width in (0, 1, 2)] == ["", "…", "…f"]
+    assert [shortened("abcdefghij", width) for width in (6, 0, 1, 2)] == ["ab…hij", "", "…", "…j"]
     assert len(clean("\x1b" * 10_000)) == 1_000
 
 

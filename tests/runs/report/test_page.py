@@ -1,8 +1,9 @@
-"""The HTML of a report: its panels, what is missing, hostile content, size, and the command."""
+"""The HTML of a report: its panels and pictures, what is missing, hostile content, size, and the command."""
 
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import re
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from fp8dist.cli.main import main
 from fp8dist.runs.report import rows as rows_module
@@ -18,8 +20,9 @@ from fp8dist.runs.report.binned import SlotBins
 from fp8dist.runs.report.columns import NUMBERS, Columns
 from fp8dist.runs.report.numbers import read_run
 from fp8dist.runs.report.page import page_of
+from fp8dist.runs.report.raster import NOT_FINITE, NOTHING, PALETTE, heat_map_png, levels
 from fp8dist.runs.report.rows import rows_of
-from tests.support.runs import ROLES, header, lines, made_run
+from tests.support.runs import ROLES, header, lines, load, made_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pages of reports")]  # One process imports Bokeh.
 
@@ -42,23 +45,17 @@ def _body(page: str) -> str:
     return re.sub(r"<script.*?</script>", "", page[page.index("<main ") :], flags=re.S)
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return page_of(read_run(made_run(tmp_path_factory.mktemp("runs") / "made")))
+def _small(folder: Path) -> Path:
+    return made_run(folder, steps=20, layers=1)
 
 
-def test_every_question_is_a_heading(page: str) -> None:
+def test_the_page_says_what_happened_and_fetches_nothing(tmp_path: Path) -> None:
+    page = page_of(read_run(made_run(tmp_path / "made")))
     assert re.findall(r"<h2 [^>]*>(.*?)</h2>", page) == QUESTIONS
-
-
-def test_the_page_fetches_nothing(page: str) -> None:
     assert "default-src 'none'" in page
     assert len(_own(page)) < len(page) / 2
     assert not re.search(r"""(src|href)\s*=\s*(?!["']?(#|data:))|@import|url\((?!data:)|https?:""", _own(page))
     assert len(page) < 2_000_000
-
-
-def test_the_page_says_what_happened(page: str) -> None:
     body = _body(page)
     for text in (
         "Not sound: in step 350 scale blocks.0.qkv:input differs on rank 1 (host node0), against rank 0",
@@ -78,26 +75,51 @@ def test_the_page_says_what_happened(page: str) -> None:
 def test_empty_panels_say_what_to_switch_on(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     body = _body(page_of(read_run(tmp_path)))
-    for text in (
-        "every=10",
-        "ranks=True",
-        "check_every=",
-        "recorder.event(&quot;saved&quot;, step, path=…)",
-        "Recorder",
-        "run.json",
-        "grad_norm=",
-    ):
-        assert text in body, text
+    wanted = "every=10 ranks=True check_every= recorder.event(&quot;saved&quot;, Recorder run.json grad_norm="
+    assert [text for text in wanted.split() if text not in body] == []
     assert not re.search("--[a-z]|example job", body)  # A job of another program has no such flags.
     assert body.count('class="empty"') >= 6
-
-
-def test_a_recipe_without_a_sync_has_no_picture_of_waits(tmp_path: Path) -> None:
-    folder = made_run(tmp_path / "run", steps=20, layers=1)
+    folder = _small(tmp_path / "run")  # A recipe without a sync.
     lines(folder / "ranks.jsonl", [{"step": 10, "ranks": [0, 1], "sync_wait_ms": [None, None], "step_ms": [9.0, 9.0]}])
     body = _body(page_of(read_run(folder)))
     assert "No sync was timed, so no rank is known to wait" in body
     assert "milliseconds that each rank waited" not in body
+
+
+def test_a_panel_for_runs_with_experts_is_short(tmp_path: Path) -> None:
+    folder = _small(tmp_path / "made")
+    without = page_of(read_run(folder))
+    assert "Do all experts get tokens?" not in without
+    lines(folder / "experts.jsonl", [load(20, "a.experts", [2, 6, 0], [0, 0, 20], [0, 0, 19])])
+    page = page_of(read_run(folder))
+    assert "Do all experts get tokens?" in page
+    idle = "<strong>expert 2 of a.experts has had no token for 20 steps</strong>"
+    assert f"1 of 3 experts had no token when last observed: {idle}." in page
+    tokens, zeros = ([9, *[0] * 255], [0, *[7] * 255]), [0] * 256
+    many = [load(10, f"layers.{layer}.{'x' * 300}.experts", *tokens, zeros) for layer in range(40)]
+    lines(folder / "experts.jsonl", many)
+    page = page_of(read_run(folder))
+    assert "10,200 of 10,240 experts had no token" in page
+    assert "and 10,176 more." in page
+    assert len(page) - len(without) < 200_000
+
+
+def test_a_picture_has_the_colours_of_its_values() -> None:
+    values = np.array([[0.0, 1.0, np.nan], [0.5, 99.0, np.inf]])
+    picture = Image.open(io.BytesIO(heat_map_png(values, 0.0, 1.0, cell=(3, 2)))).convert("RGB")
+    assert picture.size == (9, 4)
+    middle = PALETTE[round(0.5 * (len(PALETTE) - 1))]
+    expected = [[PALETTE[0], PALETTE[-1], NOTHING], [middle, PALETTE[-1], NOT_FINITE]]
+    assert [[picture.getpixel((3 * x + 1, 2 * y + 1)) for x in range(3)] for y in range(2)] == expected
+    turned = Image.open(io.BytesIO(heat_map_png(values, 0.0, 1.0, reverse=True))).convert("RGB")
+    assert turned.getpixel((0, 0)) == PALETTE[-1]
+    assert levels([[0.0, 1e-6, 1e-3, 1.0, 5.0]], 1e-6, 1.0, log=True).tolist() == [[0, 0, 126, 253, 253]]
+    # Brightness only grows: also who sees no colours, or prints in grey, can read the map.
+    brightness = [0.2126 * red + 0.7152 * green + 0.0722 * blue for red, green, blue in PALETTE]
+    assert all(np.diff(brightness) > -0.5)
+    for shape in ((3,), (0, 4), (4, 0)):
+        with pytest.raises(ValueError, match="rows, columns"):
+            heat_map_png(np.zeros(shape), 0.0, 1.0)
 
 
 EVIL = "</script><script>window.evil=1</script><img src=x onerror=window.evil=1>'\"&$$x^2$$\\[y\\]\u2028\x00"
@@ -140,20 +162,12 @@ def test_hostile_content_is_text(tmp_path: Path) -> None:
     assert len(_own(found)) < 300_000
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        "x",
-        {"a": None},
-        *(pytest.param(v, marks=pytest.mark.long) for v in ([], 3, {"slots": 3}, [[1]], True, -1.5)),
-    ],
-)
-def test_headers_of_wrong_types_are_read(value: Any, tmp_path: Path) -> None:
-    folder = made_run(tmp_path / "run", steps=20, layers=1)
+def test_headers_of_wrong_types_are_read(tmp_path: Path) -> None:
+    folder = _small(tmp_path / "run")
     kept = {"format": "fp8dist run", "version": 1}
-    (folder / "run.json").write_text(json.dumps({**dict.fromkeys(header([]), value), **kept}))
-    assert "Is this run sound?" in page_of(read_run(folder))
+    for value in (None, "x", {"slots": 3}, [[1]]):
+        (folder / "run.json").write_text(json.dumps({**dict.fromkeys(header([]), value), **kept}))
+        assert "Is this run sound?" in page_of(read_run(folder))
 
 
 def test_cells_and_rows_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +184,12 @@ def test_cells_and_rows_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert few is not None
     assert few.left_out == 31
     assert "blocks.2.qkv:grad_output" in [row.name for row in few.rows]  # It was not finite once.
+    monkeypatch.undo()
+    many = rows_of(read_run(made_run(tmp_path / "many", steps=20, layers=11)))
+    assert many is not None
+    names = [row.name for row in many.rows if row.role == "input"]
+    assert names.index("blocks.2.up:input") < names.index("blocks.10.up:input")
+    assert many.roles() == ["input", "weight", "grad_output"]
 
 
 @pytest.mark.long
@@ -184,65 +204,57 @@ def test_10_000_steps_of_700_slots_stay_below_8_mb(tmp_path: Path) -> None:
     assert 4_000_000 < len(page_of(run._replace(slots=slots))) < 8_000_000
 
 
-def test_layer_2_comes_before_layer_10(tmp_path: Path) -> None:
-    rows = rows_of(read_run(made_run(tmp_path / "run", steps=20, layers=11)))
-    assert rows is not None
-    names = [row.name for row in rows.rows if row.role == "input"]
-    assert names.index("blocks.2.up:input") < names.index("blocks.10.up:input")
-    assert rows.roles() == ["input", "weight", "grad_output"]
+Capture = pytest.CaptureFixture[str]
 
 
-def test_the_command_writes_the_file_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, out = made_run(tmp_path / "run", steps=20, layers=1), tmp_path / "report.html"
-    out.write_text("before")
-    assert main(["report", str(folder), str(folder), "--out", str(out)]) == 0
-    assert "Where did these two runs part?" in out.read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
-    assert capsys.readouterr().err == ""
-
-
-def test_it_can_be_opened_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_command_writes_the_file_whole_and_opens_it(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or len(opened) == 1)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder, named = made_run(tmp_path / "run", steps=20, layers=1), tmp_path / "a.html"
+    folder, named = _small(tmp_path / "run"), tmp_path / "out" / "a.html"
+    named.parent.mkdir()
+    named.write_text("before")
+    assert main(["report", str(folder), str(folder), "--out", str(named)]) == 0
+    assert "Where did these two runs part?" in named.read_text()
+    assert [*named.parent.iterdir()] == [named]
     assert main(["report", str(folder), "--open"]) == 0
     out, err = capsys.readouterr()
-    file = Path(out.removesuffix("\n"))
+    file = Path(out.splitlines()[-1])
     assert (opened, err) == ([file.as_uri()], "")
     assert file.is_relative_to(tmp_path)
     assert "Is this run sound?" in file.read_text()
     assert main(["report", str(folder), "--open", "--out", str(named)]) == 0
     assert opened[1:] == [named.as_uri()]
     assert capsys.readouterr().err == "fp8dist report: found no browser: open this file yourself\n"
-    assert main(["report", str(folder)]) == 2
-    assert "give --out FILE for the HTML file, or --open" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("content", "out", "said"),
+    ("content", "words", "text"),
     [
-        (None, "a.html", "holds no run"),
-        ("{}", "a.html", "is not the header of a run of fp8dist"),
-        ('{"format": "fp8dist run", "version": 1}', "missing/a.html", "cannot be written: No such file or directory"),
+        (None, ["--out", "a.html"], "holds no run"),
+        ("{}", ["--out", "a.html"], "is not the header of a run of fp8dist"),
+        ('{"format": "fp8dist run", "version": 1}', ["--out", "missing/a.html"],
+         "cannot be written: No such file or directory"),
+        ('{"format": "fp8dist run", "version": 1}', [], "give --out FILE for the HTML file, or --open"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_one_line(
-    content: str | None, out: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | None, words: list[str], text: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     if content is not None:
-        (tmp_path / "run.json").write_text(content)
-    assert main(["report", str(tmp_path), "--out", str(tmp_path / out)]) == 2
+        Path("run.json").write_text(content)
+    assert main(["report", str(tmp_path), *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("fp8dist report: ")
-    assert said in error
+    assert text in error
     assert error.count("\n") == 1
 
 
 def test_without_bokeh_it_says_what_to_install(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = builtins.__import__
 
