@@ -81,7 +81,7 @@ def _exported(folder: str, recipe: str, parallel: str) -> tuple[int | None, int 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "parallel"), [("delayed", "ddp"), ("delayed", "fsdp2"), ("block", "fsdp2")])
+@pytest.mark.parametrize(("recipe", "parallel"), [("delayed", "ddp"), ("block", "fsdp2")])
 def test_two_ranks_one_rank_and_the_offline_export(
     two_ranks: RankPool, tmp_path: Path, recipe: str, parallel: str
 ) -> None:

@@ -226,19 +226,6 @@ def _config(manager: Any, format: str = "compressed-tensors") -> dict[str, Any]:
     return _listed(manager, format).quantization_config()
 
 
-def test_modules_of_two_recipes_are_two_groups() -> None:
-    net, manager, _ = trained(overrides={"layers.1": fp8dist.RowwiseScaling()})
-    assert_served(manager, net)
-    described = {}
-    for group in _config(manager)["config_groups"].values():
-        inputs = group["input_activations"]
-        described[tuple(group["targets"])] = group["weights"]["strategy"], inputs["strategy"], inputs["dynamic"]
-    assert described == {
-        ("layers.0", "layers.2", "layers.3"): ("tensor", "tensor", False),
-        ("layers.1",): ("channel", "token", True),
-    }
-
-
 class Tied(nn.Module):
     """Linears and an embedding, some of which share a weight."""
 

@@ -22,8 +22,6 @@ from fp8dist.cli.exit_codes import DIVERGED, UNREADABLE, USAGE
 from fp8dist.cli.main import main
 from fp8dist.state.storage import from_bytes, to_bytes
 from tests.support.experts import Experts
-from tests.support.lab.mixture import MixtureGPT
-from tests.support.main_job import RANKS, TINY, finish
 from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import RankPool
 from tests.support.serving import (
@@ -413,23 +411,3 @@ def test_sharded_experts_are_exported_whole_and_from_their_checkpoint(
     for case in ("fp8", "high"):
         assert _offline(tmp_path / case, "--format", _format(job), *flags) == 0
         _assert_one_folder(tmp_path / case / "job", tmp_path / case / "out")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", ["--parallel ddp", "--parallel fsdp2 --fp8-all-gather"])
-def test_a_checkpoint_of_the_example_job(tmp_path: Path, flags: str) -> None:
-    """After ``dcp.load`` into another process, the job exports the same."""
-    words = f"--steps 4 --save-every 4 --experts 4 --top-k 2 {flags}"
-    finish(tmp_path / "run", RANKS, *TINY, *words.split())
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
-    (tmp_path / "checkpoint").symlink_to(checkpoint)
-    assert _offline(tmp_path) == 0
-    model = MixtureGPT(layers=1, width=32, heads=2, context=32, experts=4, top_k=2)
-    manager = fp8dist.prepare(model, skip=("lm_head", "*.router"))
-    dcp.load({"model": model, "fp8": manager}, checkpoint_id=checkpoint)
-    tensors = read(tmp_path / "out")
-    assert tensor_bits(tensors) == tensor_bits(dict(fp8dist.exported(manager)))
-    experts = {name for name in tensors if ".experts." in name and name.endswith("weight")}
-    assert len(experts) == 8
-    assert {tensors[name].dtype for name in experts} == {torch.float8_e4m3fn}
-    assert main(["verify", str(checkpoint), str(tmp_path / "out")]) == 0

@@ -15,17 +15,15 @@ import torch
 
 import fp8dist
 from fp8dist_kernels import GEMMS, direct
-from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.reference.matmuls import Scaling, scaling_of
-from scripts.benchmarks.gpu import jobs, linears, matmuls, memory, sustained
+from scripts.benchmarks.gpu import jobs, linears, matmuls, memory
 from scripts.benchmarks.gpu.kernels import run_part
-from scripts.benchmarks.gpu.lab import Case, Lab, geomean, same_bits
+from scripts.benchmarks.gpu.lab import Case, Lab, geomean
 from scripts.benchmarks.gpu.matmuls import AUTO, TRITON, Matmuls, Operands
 from scripts.benchmarks.gpu.memory import Memory
 from scripts.benchmarks.gpu.stopwatch import (
     FEWEST,
     MOST,
-    Action,
     Comparison,
     Ratio,
     Stopwatch,
@@ -35,7 +33,6 @@ from scripts.benchmarks.gpu.stopwatch import (
 )
 from scripts.benchmarks.llama_shapes import KINDS, LINEARS, RECIPES, Layer, Product, fast_everywhere, products_of
 from scripts.results_files import write
-from tests.support.graphs import EmulatedGraph
 from tests.support.suite import few
 
 
@@ -97,17 +94,6 @@ def test_intervals_hold_the_truth_also_with_the_stopping_rule() -> None:
     # 1200 and 400 trials of a chance of 0.95: 3 standard errors are 0.02 and 0.03.
     assert holds["ratio"] / 1200 >= 0.93
     assert holds["mean"] / 400 >= 0.92
-
-
-def test_bits_are_compared_but_for_those_of_nan() -> None:
-    x = torch.tensor([[0.0, float("nan")], [1.0, 2.0]])
-    assert same_bits(x, x.clone())
-    for other in (x * torch.tensor([[-1.0, 1.0], [1.0, 1.0]]), x.double(), x[:1]):
-        assert not same_bits(x, other)
-    codes, others = (
-        torch.tensor(values, dtype=torch.uint8).view(torch.float8_e4m3fn) for values in ([0x7F, 0xFF], [0xFF, 0x7F])
-    )
-    assert same_bits(codes, others), "both are NaN"
 
 
 class FakePart:
@@ -303,26 +289,6 @@ def test_the_crossover_needs_a_sure_win(first: int, found: int | None, monkeypat
     assert linears.Crossover().figures([case, {"name": "x", "problem": "p"}]) == {case["name"]: found}
 
 
-def test_a_sustained_speed_is_that_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP8 slows down to half, bf16 does not."""
-    windows = {"bf16": [4.0] * 30, "auto": [1.0] * 15 + [2.0] * 15}
-    order = iter(["bf16", "auto"])
-    asked = []
-
-    def sustain(stopwatch: Any, action: Any, seconds: float) -> list[float]:
-        asked.append(seconds)
-        return windows[next(order)]
-
-    monkeypatch.setattr(sustained, "sustained", sustain)
-    part, lab = sustained.Sustained(), Lab(Stopwatch(), smoke=True, seconds=0.0)
-    plain, ours, *_ = part.plan(lab)
-    cases = [part.measure(lab, plain), part.measure(Lab(Stopwatch(), seconds=0.0, share=12.0), ours)]
-    assert asked == [0.0, 10.0], "the part's time is not exceeded"
-    assert cases[1]["timings"]["sustained"]["median_us"] == 2.0
-    assert cases[1]["ratios"]["sustained"] == (2.0, 2.0, 2.0)
-    assert "ratios" not in cases[0]
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it itself.
 @pytest.mark.parametrize(
@@ -350,61 +316,10 @@ def test_a_training_step_is_timed(recipe: str, mode: str) -> None:
     assert jobs.Jobs().figures([plain, twice, {"name": "y", "problem": "p"}]) == {"x": (0.5, 0.5, 0.5)}
 
 
-def test_a_captured_training_step_ends_with_its_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", EmulatedGraph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph.capture())
-    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
-    manager = fp8dist.prepare(model).attach(boundary="manual")
-
-    def step() -> None:
-        model(torch.ones(16, 32)).sum().backward()
-        manager.step()
-
-    step()
-    replay = jobs.captured(step, manager)
-    steps = manager.steps
-    for _ in range(3):
-        replay()
-        manager.poll()
-    assert manager.steps == steps + 3
-
-
-class Noting(Stopwatch):
-    """Records the pending amaxes of the slots at the start of each action."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pending: list[torch.Tensor] = []
-        self.noted: list[float] = []
-
-    def rounds(self, actions: Sequence[Action], *arguments: Any, **options: Any) -> list[list[float]]:
-        def noting(action: Action) -> None:
-            self.noted += [float(pending.max()) for pending in self.pending]
-            action()
-
-        return super().rounds([functools.partial(noting, action) for action in actions], *arguments, **options)
-
-
 @pytest.mark.parametrize(
-    ("kernel", "reference"),
-    [("cast_transpose_amax", None), ("amax", None), ("digest", "read by torch"), ("cast", "copy")],
+    ("kernel", "reference"), [("digest", "read by torch"), ("cast", "copy"), ("cast_transpose_amax", "copy")]
 )
-def test_a_timed_kernel_records_its_amax_and_is_compared_with_what_moves_the_same_bytes(
-    kernel: str, reference: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stopwatch = Noting()
-    examine = memory._MEASURES[kernel]
-
-    def examined(tensors: Any, pending: torch.Tensor) -> Any:
-        stopwatch.pending.append(pending)
-        return examine(tensors, pending)
-
-    if reference is None:
-        monkeypatch.setattr(memory, "_MEASURES", {kernel: examined})
-    planned = memory.Planned(kernel, 16, 32, 3 if kernel == "digest" else 1)
-    case = Memory().measure(Lab(stopwatch, smoke=True, seconds=0.0), planned)
-    assert "problem" not in case
-    if reference is None:
-        assert set(stopwatch.noted) == {DID_NOT_RUN}
-    else:
-        assert (set(case["timings"]), case["reference"]) == ({"fp8dist", reference}, reference)
+def test_a_kernel_is_compared_with_what_moves_the_same_bytes(kernel: str, reference: str) -> None:
+    planned = memory.Planned(kernel, 64, 48, 3 if kernel == "digest" else 1)
+    case = Memory().measure(Lab(Stopwatch(), smoke=True, seconds=0.0), planned)
+    assert (set(case["timings"]), case["reference"]) == ({"fp8dist", reference}, reference)

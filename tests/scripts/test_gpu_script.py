@@ -112,13 +112,6 @@ def _looks_for_a_gpu(path: str) -> bool:
     return of_gpus or Path(path).name.startswith("test_gpu_")
 
 
-def test_the_tests_of_the_gpu_run_in_order() -> None:
-    names = ["tests/kernels/test_fused_casts.py::test_x", f"{check.KERNELS}::test_casts[medium]"]
-    names += ["tests/state/test_gpu_ranks.py::test_nccl_alone", "tests/job/test_gpu_graphs.py::test_x[small]"]
-    names += ["tests/modules/test_gpu_linear.py::test_x", f"{check.KERNELS}::test_casts[small-wide]"]
-    assert sorted(names, key=check.order) == names[::-1]
-
-
 def _report(nodeid: str, outcome: str, when: str = "call", message: str = "", nccl: int | None = None) -> Any:
     properties = [] if nccl is None else [("collectives", ("nccl", nccl))]
     longrepr = SimpleNamespace(reprcrash=SimpleNamespace(message=message))
