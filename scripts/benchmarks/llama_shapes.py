@@ -1,8 +1,8 @@
 """What FP8Linear multiplies when it trains Llama 3: shapes, dtypes, scaling and accumulation of each recipe's GEMMs.
 
 Queries, keys and values come from one Linear (qkv), and the two up projections of the MLP are one Linear, as in
-training frameworks. Shapes are of one GPU, without tensor parallelism. ``tests/scripts/test_speed.py`` compares with
-the calls of a real FP8Linear.
+training frameworks. Shapes are of one GPU, without tensor parallelism.
+``tests/scripts/test_gpu_benchmark.py`` compares with the calls of a real FP8Linear.
 """
 
 from __future__ import annotations

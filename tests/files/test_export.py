@@ -59,11 +59,18 @@ def assert_served(manager: Any, net: nn.Module, format: str = "compressed-tensor
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("steps", [0, 3])
 def test_an_eval_forward_multiplies_with_the_exported_bytes_and_scales(recipe: str, steps: int) -> None:
-    """Also before the first step, where slots of inputs are cold."""
+    """Also before the first step, where slots of inputs are cold. Input scales are those of the delayed slots."""
     net, manager, _ = trained(recipe, steps)
     tensors = assert_served(manager, net, NATIVE[recipe])
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith("input_scale")}
+    assert len(scales) == (4 if recipe.startswith("delayed") and steps else 0)
+    for name, scale in scales.items():
+        assert bits(scale) == bits(1 / manager.slot(name.removesuffix(".input_scale"), "input").scale.reshape(1))
     assert {name for name in tensors if name.endswith("bias")} == {f"layers.{i}.bias" for i in range(4)}
     assert all(bits(tensors[name]) == bits(value) for name, value in net.state_dict().items() if name.endswith("bias"))
+    with torch.no_grad():
+        net.layers[0].weight[0, 0], net.layers[1].weight[0, 0] = torch.nan, torch.inf
+    assert_served(manager, net, NATIVE[recipe])
 
 
 @pytest.mark.parametrize(
@@ -80,25 +87,6 @@ def test_a_scale_for_the_whole_tensor_is_exact_in_each_format(
 ) -> None:
     net, manager, _ = trained(recipe)
     assert assert_served(manager, net, format)[f"layers.1.{name}"].shape == shape
-
-
-def test_input_scales_are_those_of_the_delayed_slots() -> None:
-    _, manager, _ = trained()
-    tensors = exported(manager)
-    for i in range(4):
-        slot = manager.slot(f"layers.{i}", "input")
-        assert bits(tensors[f"layers.{i}.input_scale"]) == bits(1 / slot.scale.reshape(1))
-    assert not any("input_scale" in name for name in exported(manager, format="block"))
-    _, current, _ = trained("current")
-    assert not any("input_scale" in name for name in exported(current))
-
-
-def test_a_weight_written_since_its_scale_was_derived() -> None:
-    net, manager, _ = trained()
-    with torch.no_grad():
-        net.layers[1].weight.mul_(40)
-    scale = assert_served(manager, net)["layers.1.weight_scale"]
-    assert bits(scale) != bits(manager.slot("layers.1", "weight").inv_scale.reshape(1))
 
 
 @crossed(write=[".data", "mul_", "load_state_dict"], factor=[1.02, 1.2, 1.9, 2.5], swapped=[False, True])
@@ -123,12 +111,7 @@ def test_an_export_saturates_no_weight(write: str, factor: float, swapped: bool)
 
 def test_a_dequantised_export_is_exported_without_a_loss_with_powers_of_two() -> None:
     """Scales of powers of two are also what is left of them if a server rounds scales up to E8M0."""
-    net, manager, step = trained("delayed 2^n")
-    for number in range(3, 8):  # Weights decay, so a server's own scale would be another one.
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter.mul_(0.7)
-        step(number)
+    _net, manager, _ = trained("delayed 2^n")
     first = exported(manager)
     values = {n: t.float() * first[f"{n}_scale"] for n, t in first.items() if t.dtype == torch.float8_e4m3fn}
     for name in values:
@@ -138,14 +121,7 @@ def test_a_dequantised_export_is_exported_without_a_loss_with_powers_of_two() ->
     other.load_state_dict({**other.state_dict(), **values})
     again.refresh_weights()
     second = exported(again)
-    for name, value in values.items():
-        assert bits(second[name].float() * second[f"{name}_scale"]) == bits(value)
-
-
-def test_slots_that_are_cold_again_have_no_fixed_input_scale() -> None:
-    net, manager, _ = trained()
-    manager.reset()
-    assert not any("input_scale" in name for name in assert_served(manager, net))
+    assert all(bits(second[n].float() * second[f"{n}_scale"]) == bits(value) for n, value in values.items())
 
 
 def test_an_export_changes_nothing() -> None:
@@ -220,22 +196,6 @@ def test_odd_tensors_are_exported_as_they_are(tmp_path: Path, recipe: str, dtype
     assert tensors["up.bias"].dtype == dtype
 
 
-def test_swapped_weights_are_exported_while_they_are_in_place() -> None:
-    net, manager, _ = trained()
-    before = exported(manager)
-    with torch.no_grad(), manager.swapped_weights():
-        for parameter in net.parameters():
-            parameter.mul_(3)
-        assert served(exported(manager)) == as_bits(multiplied(net, batch(0, 9)[0])) != served(before)
-
-
-def test_weights_that_are_not_finite() -> None:
-    net, manager, _ = trained()
-    with torch.no_grad():
-        net.layers[0].weight[0, 0], net.layers[1].weight[0, 0] = torch.nan, torch.inf
-    assert_served(manager, net)
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
 def test_the_default_dtype_and_device_do_not_matter(recipe: str) -> None:
     _, manager, _ = trained(recipe, 0)
@@ -264,19 +224,6 @@ def _listed(manager: Any, format: str = "compressed-tensors") -> Export:
 
 def _config(manager: Any, format: str = "compressed-tensors") -> dict[str, Any]:
     return _listed(manager, format).quantization_config()
-
-
-def test_modules_of_two_recipes_are_two_groups() -> None:
-    net, manager, _ = trained(overrides={"layers.1": fp8dist.RowwiseScaling()})
-    assert_served(manager, net)
-    described = {}
-    for group in _config(manager)["config_groups"].values():
-        inputs = group["input_activations"]
-        described[tuple(group["targets"])] = group["weights"]["strategy"], inputs["strategy"], inputs["dynamic"]
-    assert described == {
-        ("layers.0", "layers.2", "layers.3"): ("tensor", "tensor", False),
-        ("layers.1",): ("channel", "token", True),
-    }
 
 
 class Tied(nn.Module):
@@ -308,6 +255,15 @@ def _chain(*names: str) -> nn.Module:
     return net
 
 
+def test_names_with_any_letters(tmp_path: Path) -> None:
+    """In compressed-tensors, an ignored name may also be the end of another."""
+    net, manager, _ = trained(model=_chain("größe", "a b", "a/b", "c(d", "<b>", "\n", "x" * 3000, "proj", "q_proj"))
+    fp8dist.export(manager, tmp_path / "out")
+    assert served(read(tmp_path / "out")) == as_bits(multiplied(net, batch(0, 9)[0]))
+    manager.set_precision("proj", "high")
+    assert {"q_proj", "proj"} & served(exported(manager)).keys() == {"q_proj"}
+
+
 def _renaming() -> nn.Module:
     net = _chain("a", "b")
     net._register_state_dict_hook(lambda module, state, *_: state.update({"c.weight": state.pop("a.weight")}))
@@ -330,6 +286,12 @@ def _with_buffer(module: str, name: str, value: Tensor) -> nn.Module:
 def _computed() -> Any:
     made = trained(steps=0)
     torch.nn.utils.parametrizations.weight_norm(made[0].layers[1])
+    return made
+
+
+def _in_e5m2() -> Any:
+    made = trained(steps=0)
+    made[0].layers[1].fp8_slots.states(torch.device("cpu"))[1].format = E5M2
     return made
 
 
@@ -358,6 +320,7 @@ ROWWISE = {"layers.1": fp8dist.RowwiseScaling()}
         (lambda: _ready(eval_precision="high"), "block", 'nothing to export in FP8.*eval_precision="high"'),
         (lambda: _ready(enabled=False), "block", "nothing to export in FP8.*enabled=False"),
         (lambda: _ready(high="*"), "block", "every module is in high precision"),
+        (_in_e5m2, "compressed-tensors", r"layers\.1: its weight is cast to e5m2, and servers read e4m3 only"),
         (_computed, "block", r"layers\.1: its weight is computed by a parametrization"),
         # Transformers ignores every module whose name ends with an ignored name.
         (lambda: _ready(model=_chain("proj", "q_proj"), high="proj"), "block", "q_proj is in FP8 and proj is not"),
@@ -387,24 +350,6 @@ def test_what_cannot_be_exported_is_refused(made: Callable[[], Any], format: str
         fp8dist.exported(manager, format=format)
 
 
-def test_e5m2_weights_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, manager, _ = trained(steps=0)
-    monkeypatch.setattr(net.layers[1].fp8_slots.states(torch.device("cpu"))[1], "format", E5M2)
-    with pytest.raises(ConfigurationError, match=r"layers\.1: its weight is cast to e5m2, and servers read e4m3 only"):
-        fp8dist.exported(manager)
-
-
-def test_an_ignored_name_may_be_the_end_of_another_in_compressed_tensors() -> None:
-    _net, manager, _ = _ready(model=_chain("proj", "q_proj"), high="proj")
-    assert served(exported(manager)).keys() == {"q_proj"}
-
-
-def test_names_with_any_other_letters(tmp_path: Path) -> None:
-    net, manager, _ = trained(model=_chain("größe", "a b", "a/b", "c(d", "<b>", "\n", "x" * 3000))
-    fp8dist.export(manager, tmp_path / "out")
-    assert served(read(tmp_path / "out")) == as_bits(multiplied(net, batch(0, 9)[0]))
-
-
 @pytest.mark.parametrize("shard_bytes", [1, 100_000, 10**9])
 def test_a_folder_holds_the_stream(tmp_path: Path, shard_bytes: int) -> None:
     """Read with safetensors' own reader. A tensor that is larger than a file has one of its own."""
@@ -431,47 +376,45 @@ def test_config_json_has_the_models_own_config(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["hidden_size"], config["architectures"]) == (32, ["Mlp"])
     assert config["quantization_config"] == _config(manager)
+    net.config = Config(dtype=torch.float32)
+    with pytest.raises(ConfigurationError, match="the model's config cannot be written as JSON"):
+        fp8dist.export(manager, tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_folder_that_exists_stays(tmp_path: Path) -> None:
-    _, manager, _ = trained(steps=0)
-    (tmp_path / "out").mkdir()
-    fp8dist.export(manager, tmp_path / "out")  # Empty.
-    before = sorted(path.name for path in (tmp_path / "out").iterdir())
-    with pytest.raises(ConfigurationError, match="exists: export to a new folder"):
-        fp8dist.export(manager, tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
-
-
-@pytest.mark.parametrize("path", ["", ".", "/", "a\0b", 3, None])
-def test_paths_that_name_no_folder(path: Any) -> None:
-    _, manager, _ = trained(steps=0)
-    with pytest.raises(ConfigurationError, match="expected the name of a new folder, got"):
-        fp8dist.export(manager, path)
-
-
-def test_through_a_link_and_into_folders_that_are_made(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
-    _, manager, _ = trained(steps=0)
-    fp8dist.export(manager, os.fsencode(tmp_path / "link"))
-    fp8dist.export(manager, tmp_path / "c")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "a" / "b").iterdir()} == {
-        path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()
-    }
-
-
-def test_other_folders_called_partial_stay(tmp_path: Path) -> None:
+def test_folders_that_are_there_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the user, and those of an export that runs now, if the folder exists."""
     _, manager, _ = trained(steps=0)
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "notes.json").touch()
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "notes.json").touch()
     with pytest.raises(ConfigurationError, match=r"out\.partial exists and is not of an export: move it away"):
-        fp8dist.export(manager, tmp_path / "out")
-    (tmp_path / "out.partial" / "notes.json").rename(tmp_path / "out.partial" / "model-00001-of-00001.safetensors")
-    (tmp_path / "out").touch()
+        fp8dist.export(manager, out)
+    (partial / "notes.json").rename(partial / "model-00001-of-00001.safetensors")
+    out.touch()
     with pytest.raises(ConfigurationError, match="exists: export to a new folder"):
-        fp8dist.export(manager, tmp_path / "out")
-    assert len(list((tmp_path / "out.partial").iterdir())) == 1
+        fp8dist.export(manager, out)
+    assert len(list(partial.iterdir())) == 1
+    out.unlink()
+    (tmp_path / "link").symlink_to(out)
+    (tmp_path / "a" / "b").mkdir(parents=True)  # Empty.
+    fp8dist.export(manager, os.fsencode(tmp_path / "link"))
+    fp8dist.export(manager, tmp_path / "a" / "b")
+    written = [{path.name: path.read_bytes() for path in each.iterdir()} for each in (out, tmp_path / "a" / "b")]
+    assert written[0] == written[1]
+    with pytest.raises(ConfigurationError, match="exists: export to a new folder"):
+        fp8dist.export(manager, out)
+    for path in ("", ".", "/", "a\0b", 3, None):
+        with pytest.raises(ConfigurationError, match="expected the name of a new folder, got"):
+            fp8dist.export(manager, path)  # type: ignore[arg-type]
+
+    def full(file: Any) -> None:
+        raise OSError(28, "No space left on device", "model-00001")
+
+    monkeypatch.setattr(export_files, "_sync", full)
+    with pytest.raises(ConfigurationError, match="model-00001 cannot be written: No space left on device"):
+        fp8dist.export(manager, tmp_path / "full")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "link", "out"}
 
 
 def test_two_exports_to_one_folder_at_once(tmp_path: Path) -> None:
@@ -494,25 +437,6 @@ def test_two_exports_to_one_folder_at_once(tmp_path: Path) -> None:
     second.close()
     assert tensor_bits(read(tmp_path / "out")) == tensor_bits({tensor.name: value for tensor, value in twos})
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
-
-
-def test_a_config_that_is_not_json(tmp_path: Path) -> None:
-    net, manager, _ = trained(steps=0)
-    net.config = Config(dtype=torch.float32)
-    with pytest.raises(ConfigurationError, match="the model's config cannot be written as JSON"):
-        fp8dist.export(manager, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(file: Any) -> None:
-        raise OSError(28, "No space left on device", "model-00001")
-
-    _, manager, _ = trained(steps=0)
-    monkeypatch.setattr(export_files, "_sync", full)
-    with pytest.raises(ConfigurationError, match="model-00001 cannot be written: No space left on device"):
-        fp8dist.export(manager, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
 
 
 def _killed(words: list[str]) -> int:

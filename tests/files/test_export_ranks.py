@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -64,14 +64,9 @@ def _train(called: nn.Module, manager: Any, optimizer: Any, steps: range) -> Non
 
 
 @pytest.fixture
-def recipe() -> str:
-    """The recipe of a test that is not parametrised by recipes."""
-    return "delayed"
-
-
-@pytest.fixture
-def expected(tmp_path: Path, recipe: str) -> Tensors:
+def expected(request: pytest.FixtureRequest, tmp_path: Path) -> Tensors:
     """What one process exports after training. Its weights and FP8 state are saved in ``tmp_path``."""
+    recipe = request.getfixturevalue("recipe") if "recipe" in request.fixturenames else "delayed"
     saved, tensors = _reference(recipe)
     (tmp_path / "saved").write_bytes(saved)
     return tensors
@@ -151,23 +146,19 @@ def test_two_ranks_export_blocks_that_are_gathered_in_fp8(tmp_path: Path, recipe
 
 
 @on_ranks(3)
-def test_uneven_shards(tmp_path: Path, expected: Tensors) -> None:
-    for parallel in ("fsdp2", "gather"):
-        _assert_exported(tmp_path, "delayed", parallel, expected)
-
-
-@pytest.mark.parametrize("parallel", few(["fsdp2", "gather", "hsdp"], "gather"))
-@on_ranks(4)
-def test_large_tensors_are_gathered_in_pieces(tmp_path: Path, parallel: str, expected: Tensors) -> None:
+def test_uneven_shards_in_pieces(tmp_path: Path, expected: Tensors) -> None:
     """Some rows of each rank at a time, to save memory on a CPU; the last piece is smaller."""
-    with mock.patch.object(export_casts, "_PIECE", 3000):
-        _assert_exported(tmp_path, "delayed", parallel, expected)
+    for parallel in ("fsdp2", "gather"):
+        with mock.patch.object(export_casts, "_PIECE", 3000 if parallel == "gather" else 1 << 20):
+            _assert_exported(tmp_path, "delayed", parallel, expected)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
-    ("recipe", "parallel"),
-    [("delayed", "fsdp2"), ("delayed", "gather"), ("current", "gather"), ("rowwise", "fsdp2"), ("block", "gather")],
+    ("recipe", "parallel", "bf16"),
+    [
+        *(("delayed", "fsdp2", True), ("delayed", "gather", False), ("current", "gather", True)),
+        *(("rowwise", "fsdp2", False), ("block", "gather", True)),
+    ],
 )
 @on_ranks(2)
 def test_an_eval_forward_under_fsdp2_multiplies_with_the_exported_bytes(recipe: str, parallel: str, bf16: bool) -> None:
@@ -273,12 +264,6 @@ def _tensor_parallel(folder: Path, recipe: str, styles: str, format: str) -> Ten
 
 
 @pytest.fixture
-def format() -> str:
-    """The format of a test that is not parametrised by formats."""
-    return "compressed-tensors"
-
-
-@pytest.fixture
 def alone(recipe: str, format: str) -> Tensors:
     """What one process exports before its first step."""
     _model, manager = _mlp(recipe)
@@ -292,49 +277,21 @@ def alone(recipe: str, format: str) -> Tensors:
         *(("delayed", "crcr", "compressed-tensors"), ("delayed", "crcr", "block")),
         # Rows and blocks that are not cut.
         *(("rowwise", "w.w.", "compressed-tensors"), ("block", "crcr", "block")),
+        # Each part has a scale of its own, and forwards multiply with other bytes than one process does. Parts by rows
+        # fit a scale per row, and parts of whole blocks the block format.
+        *(("current", "w.w.", "compressed-tensors"), ("current", "crcr", "block")),
     ],
 )
 @on_ranks(2)
 def test_parts_of_tensor_parallelism_are_put_together(
     tmp_path: Path, recipe: str, styles: str, format: str, alone: Tensors
 ) -> None:
-    assert _tensor_parallel(tmp_path, recipe, styles, format) == alone
-
-
-@on_ranks(4)
-def test_tensor_parallelism_on_four_ranks(tmp_path: Path, alone: Tensors) -> None:
-    assert _tensor_parallel(tmp_path, "delayed", "crcr", "compressed-tensors") == alone
-
-
-@pytest.mark.parametrize(
-    ("styles", "format", "shapes"),
-    [
-        ("w.w.", "compressed-tensors", {"layers.0.weight_scale": (256, 1), "layers.1.weight_scale": (1,)}),
-        ("crcr", "block", {"layers.1.weight_scale_inv": (4, 2)}),
-    ],
-)
-@on_ranks(2)
-def test_each_part_of_a_weight_has_a_scale_of_its_own_with_current_scaling(
-    tmp_path: Path, styles: str, format: str, shapes: dict[str, tuple[int, ...]]
-) -> None:
-    """Its forwards multiply with other bytes than one process does. Parts by rows fit a scale per row, and parts of
-    whole blocks the block format."""
-    tensors = _tensor_parallel(tmp_path, "current", styles, format)
-    assert {name: tensors[name][1] for name in shapes} == shapes
-
-
-@pytest.mark.parametrize(
-    ("recipe", "why"),
-    [
-        ("current",
-         r"CurrentScaling has one scale for each 512 x 128 elements of its weight \(512, 256\).*that fit: block$"),
-        ("rowwise", r"^layers\.1: tensor parallelism cuts its weight \(512, 256\) along dim 1 over 2 ranks"),
-    ],
-)  # fmt: skip
-@on_ranks(2)
-def test_parts_that_a_format_cannot_hold_are_refused(tmp_path: Path, recipe: str, why: str) -> None:
-    with pytest.raises(ConfigurationError, match=why):
-        _tensor_parallel(tmp_path, recipe, "crcr", "compressed-tensors")
+    found = _tensor_parallel(tmp_path, recipe, styles, format)
+    if recipe == "current":
+        shape = {"block": ("layers.1.weight_scale_inv", (4, 2))}.get(format, ("layers.0.weight_scale", (256, 1)))
+        assert found[shape[0]][1] == shape[1]
+    else:
+        assert found == alone
 
 
 @on_ranks(2)
@@ -387,8 +344,15 @@ def test_fsdp2_and_tensor_parallelism_together(recipe: str, gather: bool, bf16: 
 
 
 @on_ranks(2)
-def test_layouts_that_are_refused() -> None:
+def test_layouts_that_are_refused(tmp_path: Path) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for recipe, why in (
+        ("current", r"has one scale for each 512 x 128 elements of its weight \(512, 256\).*that fit: block$"),
+        ("rowwise", r"^layers\.1: tensor parallelism cuts its weight \(512, 256\) along dim 1 over 2 ranks"),
+    ):
+        with pytest.raises(ConfigurationError, match=why):
+            _tensor_parallel(tmp_path, recipe, "crcr", "compressed-tensors")
 
     model, manager = _prepared("delayed", "ddp")
     called = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
@@ -401,22 +365,6 @@ def test_layouts_that_are_refused() -> None:
     manager.attach(other)
     with pytest.raises(ConfigurationError, match="several groups of ranks share FP8 state"):
         fp8dist.export(manager, "nowhere")
-
-
-@on_ranks(2)
-def test_all_ranks_hear_of_a_failure_of_the_writing_one(tmp_path: Path) -> None:
-    model, manager = _prepared("delayed", "fsdp2")
-    called = fully_shard(model)
-    assert isinstance(called, FSDPModule)
-    manager.attach(called, optimizer=torch.optim.SGD(called.parameters(), lr=0.01))
-    (tmp_path / "out").mkdir(exist_ok=True)
-    (tmp_path / "out" / "something").touch()
-    with pytest.raises(ConfigurationError, match="exists: export to a new folder"):
-        fp8dist.export(manager, tmp_path / "out")
-    with counted_collectives() as calls:
-        list(fp8dist.exported(manager, called))
-    same_on_all_ranks(calls.names)
-    assert len(calls.names) <= 20  # One gather for each tensor that is sharded.
 
 
 @pytest.mark.parametrize("parallel", ["fsdp2", "gather"])
@@ -444,7 +392,11 @@ def test_a_disk_that_is_full_in_the_middle(tmp_path: Path, parallel: str) -> Non
     dist.barrier()
     fp8dist.export(manager, tmp_path / "out", called)
     dist.barrier()
-    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(fp8dist.exported(manager, called)))
+    with counted_collectives() as calls:
+        tensors = dict(fp8dist.exported(manager, called))
+    same_on_all_ranks(calls.names)
+    assert len(calls.names) <= 20  # One gather for each tensor that is sharded.
+    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(tensors)
 
 
 @on_ranks(2)

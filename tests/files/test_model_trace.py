@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
@@ -131,10 +132,7 @@ def test_tracing_changes_no_bit(fp8: bool, tmp_path: Path) -> None:
         model = make_net()
         if fp8:
             fp8dist.prepare(model, DelayedScaling(history_len=4))
-        if trace:
-            with fp8dist.trace(model, tmp_path / "a"):
-                model(batch(0, 0)[0]).square().mean().backward()
-        else:
+        with fp8dist.trace(model, tmp_path / "a") if trace else contextlib.nullcontext():
             model(batch(0, 0)[0]).square().mean().backward()
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         return gradient_bits(model)
@@ -147,62 +145,53 @@ def _nudge(parameter: Tensor) -> None:
     parameter.view(-1)[3] += 1
 
 
-def test_a_changed_weight_is_named_by_its_module(tmp_path: Path) -> None:
-    for i, name in enumerate(("qkv", "out")):
-        good = traced(tmp_path / "a")
-        bad = traced(tmp_path / "b", change=lambda model, name=name: _nudge(getattr(model.blocks[1], name).weight))
-        (finding,) = compared(good, bad).findings
-        assert (finding.kind, finding.name, finding.field) == ("output", f"blocks.1.{name}", "digest")
-        text = traces_text(compared(good, bad))
-        assert text.startswith(
-            f"the traces first part in the output of 'blocks.1.{name}', call 1 (place {6 + i} of the step): the bits "
-        )
-        assert "\nparameters and buffers at the start: " in text
-        assert "random numbers" not in text
+@torch.no_grad()
+def _nudge(parameter: Tensor) -> None:
+    parameter.view(-1)[3] += 1
 
 
-def test_other_random_numbers_part_at_the_dropout(tmp_path: Path) -> None:
-    report = compared(traced(tmp_path / "a"), traced(tmp_path / "b", seed=2))
-    assert report.findings[0].name == "blocks.0.drop"
-    notes = "\n".join(report.notes)
-    assert "random numbers at the start: " in notes
-    assert "parameters" not in notes
+@torch.no_grad()
+def _poison(model: Stack) -> None:
+    model.blocks[1].out.bias[3] = torch.nan
 
 
-def test_another_kernel_is_told_by_its_flag(tmp_path: Path) -> None:
+def _double(model: Stack) -> None:
+    model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(lambda g: g * 2) and None)
+
+
+CHANGED, RANDOM = "parameters and buffers at the start: ", "random numbers at the start: "
+SAME = "the same in all: random numbers, parameters and buffers, inputs, "
+NOT_FINITE = "the first value that is not finite: file 1: output of 'blocks.1.out', call 1"
+FLASH = "flash attention: True on file 0; False on file 1"
+
+
+@pytest.mark.parametrize(
+    ("change", "place", "detail", "noted"),
+    [
+        (lambda model: _nudge(model.blocks[1].qkv.weight), ("output", "blocks.1.qkv"), "(place 6 of the", [CHANGED]),
+        (lambda model: _nudge(model.blocks[1].out.weight), ("output", "blocks.1.out"), "(place 7 of the", [CHANGED]),
+        (lambda model: torch.manual_seed(2), ("output", "blocks.0.drop"), "bits", [RANDOM]),
+        (_double, ("gradient", "blocks.1"), "bits", [SAME]),
+        (_poison, ("output", "blocks.1.out"), "… (not finite) on file 1", [NOT_FINITE, CHANGED]),
+        # The flag also chooses the CPU's kernel. The first module after the attention is named.
+        (lambda model: torch.backends.cuda.enable_flash_sdp(False), ("output", "blocks.0.out"), "bits", [FLASH]),
+    ],
+    ids=["weight", "another weight", "random numbers", "gradient", "not finite", "kernel"],
+)
+def test_the_first_difference_is_named_with_what_differs_at_the_start(
+    tmp_path: Path, change: Callable[[Stack], object], place: tuple[str, str], detail: str, noted: list[str]
+) -> None:
     good = traced(tmp_path / "a")
-    torch.backends.cuda.enable_flash_sdp(False)  # The flag also chooses the CPU's kernel.
     try:
-        bad = traced(tmp_path / "b")
+        report = compared(good, traced(tmp_path / "b", change=change))
     finally:
         torch.backends.cuda.enable_flash_sdp(True)
-    report = compared(good, bad)
-    assert report.findings[0].name == "blocks.0.out"  # The first module after the attention.
-    assert report.notes[0] == "flash attention: True on file 0; False on file 1"
-    assert len(report.notes) == 3  # And the paths of the files.
-
-
-def test_a_wrong_gradient_is_told_from_a_wrong_output(tmp_path: Path) -> None:
-    def hook(model: Stack) -> None:
-        model.blocks[1].register_forward_hook(
-            lambda module, args, output: output.register_hook(lambda g: g * 2) and None
-        )
-
-    report = compared(traced(tmp_path / "a"), traced(tmp_path / "b", change=hook))
-    assert (report.findings[0].kind, report.findings[0].name) == ("gradient", "blocks.1")
-    assert any(
-        note.startswith("the same in all: random numbers, parameters and buffers, inputs, ") for note in report.notes
-    )
-
-
-def test_the_first_value_that_is_not_finite_is_told(tmp_path: Path) -> None:
-    def poison(model: Stack) -> None:
-        with torch.no_grad():
-            model.blocks[1].out.bias[3] = torch.nan
-
-    report = compared(traced(tmp_path / "a"), traced(tmp_path / "b", change=poison))
-    assert report.notes[0] == "the first value that is not finite: file 1: output of 'blocks.1.out', call 1"
-    assert report.findings[0].detail.endswith("… (not finite) on file 1")
+    (finding,) = report.findings
+    assert (finding.kind, finding.name, finding.field) == (*place, "digest")
+    assert detail in finding.detail
+    notes = (CHANGED, RANDOM, SAME, NOT_FINITE, FLASH)
+    assert {one for one in notes if any(note.startswith(one) for note in report.notes)} == set(noted)
+    assert traces_text(report).startswith("the traces first part in the ")
 
 
 def test_other_modules_and_other_shapes(tmp_path: Path) -> None:

@@ -156,20 +156,18 @@ def test_versions_and_flags_that_differ_are_named(tmp_path: Path) -> None:
     assert "machine: torch 2.11.0 on file 0; torch 2.13.0 on file 1" in traces_text(same)
 
 
-def test_a_trace_that_ends_earlier(tmp_path: Path) -> None:
-    report = compare_traces([str(trace(tmp_path / "a", [1, 2])), str(trace(tmp_path / "b", [1]))])
+def test_a_trace_that_ends_earlier_or_is_damaged_later(tmp_path: Path) -> None:
+    whole, bad = str(trace(tmp_path / "a", [1, 2, 3])), trace(tmp_path / "b", [1, 2])
+    report = compare_traces([whole, str(bad)])
     assert report.findings[0].detail == (
-        "the traces first part at place 2 of the step: other modules run: output of 'layers.1', call 1 on file 0; "
+        "the traces first part at place 3 of the step: other modules run: output of 'layers.2', call 1 on file 0; "
         "the end on file 1"
     )
-    assert report.compared == {"output": 2}
-
-
-def test_damage_after_the_first_difference_is_found(tmp_path: Path) -> None:
-    bad = trace(tmp_path / "b", [9, 2, 3])
+    assert report.compared == {"output": 3}
+    trace(bad, [9, 2, 3])
     bad.write_bytes(bad.read_bytes().replace(b"layers.2", b"layers.3"))
     with pytest.raises(CheckpointError, match="checksum"):
-        compare_traces([str(trace(tmp_path / "a", [1, 2, 3])), str(bad)])
+        compare_traces([whole, str(bad)])
 
 
 def test_what_is_a_trace(tmp_path: Path) -> None:

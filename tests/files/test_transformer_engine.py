@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
-import math
 import pickle
 import random
 import re
 import struct
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +22,9 @@ from fp8dist.errors import CheckpointError, ConfigurationError
 from fp8dist.files.extra_states import read_extra_state
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
-from tests.support.oracle import FP8_MAX, bits_of, divide, scale_for
-from tests.support.pickles import HOSTILE, bombs
-from tests.support.states import saved_of, state_of
+from tests.support.oracle import FP8_MAX, bits_of, scale_for
+from tests.support.pickles import bombs
+from tests.support.states import state_of
 from tests.support.training import batch, make_net, state_bits
 from tests.support.transformer_engine import RECIPES, VERSIONS, Module, as_bytes, entry_of, recipe_of, stand_ins
 
@@ -90,9 +87,9 @@ def fitted(history: list[float], length: int) -> list[float]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_layout_says_the_same(version: str) -> None:
-    for due in (False, True):
+    for due, protocol in ((False, 2), (True, 5)):
         module = trained(7, due=due, margin=1)
-        state = read_one(entry_of(module, version))
+        state = read_one(entry_of(module, version, protocol))
         assert "transformer_engine" not in sys.modules
         for role in ROLES:
             slot, scaled = state[Role(role)], module.of(0, role)
@@ -104,12 +101,6 @@ def test_every_layout_says_the_same(version: str) -> None:
             assert slot.fp8_max == (None if version.startswith("0") else scaled.fp8_max)
 
 
-def test_protocols() -> None:
-    for version, protocol in (("1.x", 2), ("2.x", 3), ("1.x", 4), ("2.x", 5)):
-        module = trained(3)
-        assert read_one(entry_of(module, version, protocol))[Role.INPUT].scale == module.of(0, "input").scale
-
-
 def test_formats_by_name() -> None:
     """Some Pythons pickle the members of an enum as getattr(Format, "E4M3")."""
     with stand_ins() as classes:
@@ -117,16 +108,14 @@ def test_formats_by_name() -> None:
         classes.Format.__reduce_ex__ = lambda self, protocol: (getattr, (classes.Format, self.name))
         recipe.fp8_format = classes.Format["E4M3"]
         entry = as_bytes({"recipe": recipe, **trained(2).tensors(), "extra_fp8_variables": {}})
+        unpickled = pickle.loads(bytes(entry.tolist()))  # Somebody has done so.
+        assert read_one(unpickled)[Role.GRAD_OUTPUT].fp8_max == 448
     assert read_one(entry)[Role.GRAD_OUTPUT].fp8_max == 448
 
 
 # GRAD_OUTPUT1, GRAD_INPUT1, GRAD_OUTPUT2, GRAD_INPUT2: LayerNormMLP's first and second GEMM.
 @pytest.mark.parametrize(
-    ("version", "gradients"),
-    [
-        *(("0.3", (2, 0)), ("1.x", (2, 0)), ("1.x file", (2, 0))),
-        *(("2.x", (1, 0)), ("2.x", (0, 2)), ("2.x Megatron", (0, 2))),
-    ],
+    ("version", "gradients"), [("0.3", (2, 0)), ("1.x file", (2, 0)), ("2.x", (1, 0)), ("2.x Megatron", (0, 2))]
 )
 def test_two_gemms(version: str, gradients: tuple[int, int]) -> None:
     module = trained(4, gemms=2, gradients=gradients)
@@ -148,15 +137,6 @@ def test_modules_and_recipes_without_state() -> None:
     empty = (None, torch.empty(0, dtype=torch.uint8), io.BytesIO(), b"", as_bytes(None), {}, as_bytes({}))
     for value in (*empty, current):
         assert read_extra_state("fc", value) is None
-
-
-def test_a_recipe_that_somebody_has_unpickled() -> None:
-    module = trained(3, margin=2, format="E4M3")
-    with stand_ins() as classes:
-        recipe = recipe_of(module, classes.DelayedScaling, classes)
-        state = read_one(pickle.loads(pickle.dumps({"recipe": recipe, **module.tensors()})))
-    assert {slot.margin for slot in state.values()} == {2}
-    assert state[Role.GRAD_OUTPUT].fp8_max == 448
 
 
 @pytest.mark.parametrize("due", [False, True])
@@ -201,22 +181,24 @@ def test_training_goes_on_with_the_same_scales(steps: int, margin: int, version:
 
 
 def test_what_was_never_seen_stays_cold() -> None:
+    """And an amax that waits here is thrown away."""
     module = Module()
     module.of(0, "input").record(3.0)
     module.of(0, "weight").scale = 16.0  # Its amaxes have left the window.
     manager = foreign()
     manager.slot("fc", "grad_output").set_scale(8.0)
+    manager.slot("fc", "input").record(torch.tensor([1e9]))
     report = fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(module, "1.x")})
     state = {role: state_of(manager)["fc", role] for role in ROLES}
-    assert {role: slot["cold"] for role, slot in state.items()} == {
-        "input": False,
-        "weight": False,
-        "grad_output": True,
-    }
+    assert [state[role]["cold"] for role in ROLES] == [False, False, True]
     assert (scale(manager, "grad_output"), scale(manager, "weight")) == (1, 16)
-    assert len(report.matched) == 3
-    assert [slot for slot, _ in report.converted] == [Slot("fc", "input")]
+    assert (len(report.matched), [slot for slot, _ in report.converted]) == (3, [Slot("fc", "input")])
     assert (state["input"]["counters"], state["weight"]["counters"]) == ([1, 0], [0, 0])
+    manager.step()
+    assert state_of(manager)["fc", "input"] == state["input"]
+    other = foreign()  # Imported state is saved and loaded like any other.
+    other.load_state_dict(manager.state_dict())
+    assert state_bits(other) == state_bits(manager)
 
 
 def test_zeros_do_not_hide_the_newest_amax() -> None:
@@ -291,36 +273,23 @@ def test_names_as_they_are() -> None:
     assert not state_of(manager)["branch", "input"]["cold"]
 
 
-def test_waiting_amaxes_are_thrown_away() -> None:
-    manager = foreign()
-    manager.slot("fc", "input").record(torch.tensor([1e9]))
-    fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(trained(3), "2.x")})
-    before = state_of(manager)["fc", "input"]
-    manager.step()
-    assert state_of(manager)["fc", "input"] == before
-
-
 @pytest.mark.parametrize(
     "name_map",
     [
         {"a": "layers.0.fc1", "b": ("layers.0.fc2", 0)},
         {"module.a": "module.layers.0.fc1", "b": "layers.0.fc2", "c": None},
         lambda fqn: {"a": "layers.0.fc1", "b": ("layers.0.fc2", 0)}.get(fqn),
+        {"a": "layers.0.fc1", "b": "layers.0.fc2", "c": "layers.0.fc1"},
     ],
 )
 def test_name_maps(name_map: Any) -> None:
     manager = foreign("a", "b", "c")
     entries = {f"layers.0.fc{i}._extra_state": entry_of(trained(3, seed=i), "2.x") for i in (1, 2)}
     report = fp8dist.load_transformer_engine(manager, {**entries, "layers.0.attention._extra_state": None}, name_map)
-    assert {slot.fqn: name for slot, name in report.matched} == {"a": "layers.0.fc1", "b": "layers.0.fc2"}
+    twice = {"c": "layers.0.fc1"} if isinstance(name_map, dict) and name_map.get("c") else {}
+    assert {slot.fqn: name for slot, name in report.matched} == {"a": "layers.0.fc1", "b": "layers.0.fc2", **twice}
     assert scale(manager, "input", "b") == trained(3, seed=2).of(0, "input").scale
-    assert (report.missing, report.unused) == (("0", "c"), ("layers.0.attention",))
-
-
-def test_one_entry_for_several_modules() -> None:
-    entries = {"qkv._extra_state": entry_of(trained(2), "2.x")}
-    report = fp8dist.load_transformer_engine(foreign("q", "k"), entries, {"q": "qkv", "k": "qkv"})
-    assert (len(report.matched), report.unused) == (6, ())
+    assert (report.missing, report.unused) == (("0",) if twice else ("0", "c"), ("layers.0.attention",))
 
 
 @pytest.mark.parametrize(
@@ -342,12 +311,9 @@ def test_name_maps_that_cannot_be(name_map: Any, text: str) -> None:
     before = state_bits(manager)
     with pytest.raises(ConfigurationError, match=re.escape(text)):
         fp8dist.load_transformer_engine(manager, entries, name_map)
-    assert state_bits(manager) == before
-
-
-def test_two_entries_of_one_name() -> None:
     with pytest.raises(CheckpointError, match=r"two entries are called fc\._extra_state"):
-        fp8dist.load_transformer_engine(foreign(), {"fc._extra_state": None, "module.fc._extra_state": None})
+        fp8dist.load_transformer_engine(manager, {"fc._extra_state": None, "module.fc._extra_state": None})
+    assert state_bits(manager) == before
 
 
 def test_the_report_can_be_read() -> None:
@@ -365,27 +331,39 @@ def test_the_report_can_be_read() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "protocol"), [*zip((*bombs(Path()), "inside a recipe"), itertools.cycle((0, 2, 4))), ("os.system", 4)]
-)
-def test_pickles_are_never_executed(kind: str, protocol: int, tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    manager = foreign()
-    before, modules = state_bits(manager), set(sys.modules)
-    kinds = bombs(marker)
+@pytest.mark.parametrize("kind", ["os.system", "argument", "inside a recipe"])
+def test_pickles_are_never_executed(kind: str, tmp_path: Path) -> None:
+    """test_sources.py and test_source_fuzz.py give worse ones to the same reader of pickles."""
+    marker, manager = tmp_path / "marker", foreign()
+    before, kinds = state_bits(manager), bombs(marker)
     bomb = {"recipe": [kinds["os.system"]], **Module().tensors()} if kind == "inside a recipe" else kinds[kind]
-    pickled = pickle.dumps({**Module().tensors(), "x": bomb}, protocol)
-    good = entry_of(trained(3), "2.x")
     file, old = io.BytesIO(), io.BytesIO()
     for stream, zipped in ((file, True), (old, False)):
-        torch.save({"x": bomb}, stream, _use_new_zipfile_serialization=zipped, pickle_protocol=max(2, protocol))
-    for entry in (torch.frombuffer(bytearray(pickled), dtype=torch.uint8), pickled, file, old):
+        torch.save({"x": bomb}, stream, _use_new_zipfile_serialization=zipped)
+    for entry in (as_bytes({**Module().tensors(), "x": bomb}), pickle.dumps(bomb), file, old):
+        entries = {"0._extra_state": entry_of(trained(3), "2.x"), "fc._extra_state": entry}
         with pytest.raises(CheckpointError, match=r"^fc\._extra_state: ") as caught:
-            fp8dist.load_transformer_engine(manager, {"0._extra_state": good, "fc._extra_state": entry})
+            fp8dist.load_transformer_engine(manager, entries)
         assert "\n" not in str(caught.value)
         assert state_bits(manager) == before
     assert not marker.exists()
-    assert "this" not in set(sys.modules) - modules
+
+
+def test_damage_raises_nothing_else() -> None:
+    """A pickle has no checksum."""
+    entries = [entry_of(trained(2), version) for version in ("1.x bytes", "2.x", "1.x file", "1.x old file")]
+    whole = [entries[0], entries[1].numpy().tobytes(), *(entry.getvalue() for entry in entries[2:])]
+    for data in whole:
+        for end in (*range(1, len(data) - 1, 13), len(data) - 1):
+            with pytest.raises(CheckpointError):
+                read_extra_state("fc", data[:end])
+    rng = random.Random(0)
+    for _ in range(200):
+        damaged = bytearray(whole[1])
+        for _ in range(3):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        with contextlib.suppress(CheckpointError):
+            read_extra_state("fc", bytes(damaged))
 
 
 def test_names_of_classes_are_no_licence() -> None:
@@ -400,91 +378,6 @@ def test_names_of_classes_are_no_licence() -> None:
     }.items():
         with pytest.raises(CheckpointError, match=text if text != "attribute" else "names os.system"):
             read_extra_state("fc", pickled)
-
-
-@pytest.mark.slow
-def test_hostile_bytes() -> None:
-    hostile = [pickled for _, pickled in HOSTILE if len(pickled) < 200_000]
-    for pickled in (*hostile, b"\x80\x02K\x01.", b"text", b"PK\x03\x04"):
-        with pytest.raises(CheckpointError, match=r"^fc: ") as caught:
-            read_extra_state("fc", pickled)
-        assert "Recursion" not in str(caught.value)
-
-
-def test_every_truncation_is_refused() -> None:
-    entries = [entry_of(trained(2), version) for version in ("1.x bytes", "2.x", "1.x file", "1.x old file")]
-    files = [entry.getvalue() for entry in entries[2:]]
-    for data in (entries[0], entries[1].numpy().tobytes(), *files):
-        for end in (*range(1, len(data) - 1, 13), len(data) - 1):
-            with pytest.raises(CheckpointError):
-                read_extra_state("fc", data[:end])
-
-
-def numbers_of(tensors: dict[str, Tensor]) -> dict[str, Any] | None:
-    """Return {role: (scale, history with the oldest first, True if an amax is due)}, or None for impossible numbers."""
-    found = {}
-    for role, direction, column in (("input", "fwd", 0), ("weight", "fwd", 1), ("grad_output", "bwd", 0)):
-        now, *rows = tensors[f"amax_history_{direction}"][:, column].tolist()
-        scale = tensors[f"scale_{direction}"][column].item()
-        found[role] = (scale, [*rows, now] if now > 0 else [now, *rows], now > 0)
-    scales = torch.cat([tensors["scale_fwd"], tensors["scale_bwd"]]).tolist()
-    amaxes = torch.cat([tensors["amax_history_fwd"].view(-1), tensors["amax_history_bwd"].view(-1)]).tolist()
-    possible = all(0 < scale < math.inf and divide(1.0, scale) < math.inf for scale in scales)
-    return found if possible and all(0 <= amax < math.inf for amax in amaxes) else None
-
-
-@pytest.mark.slow
-def test_damaged_bytes_are_refused_or_read_as_they_stand() -> None:
-    """A pickle has no checksum. Only a number's own bytes change it, but the bytes of a tensor's shape and strides may
-    select other saved numbers."""
-    rng = random.Random(0)
-    data = entry_of(trained(2), "2.x").numpy().tobytes()
-    tensors = trained(2).tensors(inverse=False)
-    starts = {name: data.index(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
-    numbers, names, shapes = set[int](), set[int](), set[int]()
-    for name, start in starts.items():
-        end, key = start + 4 * tensors[name].numel(), data.index(bytes([0x8C, len(name)]) + name.encode())
-        numbers |= set(range(start, end))
-        shapes |= set(range(end, end + 24))
-        names |= set(range(key, key + 2 + len(name)))
-    outcomes = Counter[str]()
-    for place in sorted({*range(0, len(data), 3), *numbers, *names}):
-        damaged = bytearray(data)
-        damaged[place] ^= rng.randrange(1, 256)
-        there = {
-            name: torch.frombuffer(damaged, dtype=torch.float32, count=tensor.numel(), offset=starts[name]).view_as(
-                tensor
-            )
-            for name, tensor in tensors.items()
-        }
-        expected = numbers_of(there)
-        try:
-            state = read_extra_state("fc", bytes(damaged))
-        except CheckpointError:
-            assert place not in numbers or expected is None, place
-            outcomes["refused"] += 1
-            continue
-        assert place not in names, place
-        assert state is not None, place
-        found = {str(role): (slot.scale, slot.history.tolist(), slot.due) for role, slot in state[0].items()}
-        if place in shapes:
-            saved = {number for values in there.values() for number in values.view(-1).tolist()}
-            assert saved.issuperset(number for scale, history, _ in found.values() for number in (scale, *history))
-        else:
-            assert found == expected, place
-        outcomes["numbers" if place in numbers else "others"] += 1
-    assert min(outcomes[kind] for kind in ("refused", "numbers", "others")) > 50, outcomes
-
-
-def test_more_damage_raises_nothing_else() -> None:
-    rng = random.Random(0)
-    data = entry_of(trained(2), "2.x").numpy().tobytes()
-    for _ in range(200):
-        damaged = bytearray(data)
-        for _ in range(3):
-            damaged[rng.randrange(len(data))] = rng.randrange(256)
-        with contextlib.suppress(CheckpointError):
-            read_extra_state("fc", bytes(damaged))
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -526,16 +419,6 @@ def test_impossible_state(entry: Any, text: str) -> None:
         assert state_bits(manager) == before
 
 
-def test_tensors_stay_inside_their_storage() -> None:
-    """A pickle cannot make a tensor larger than its storage, or read outside of it."""
-    good = pickle.dumps(trained(2).tensors(), 2)
-    shape = b"K\x05K\x03\x86"
-    assert shape in good
-    for larger in (b"K\x06K\x03\x86", b"J\x00\x00\x00\x7fK\x03\x86"):
-        with pytest.raises(CheckpointError, match="needs more than its storage"):
-            read_extra_state("fc", good.replace(shape, larger))
-
-
 def test_nothing_is_changed_when_an_algorithm_fails() -> None:
     def failing(windows: Tensor) -> Tensor:
         raise ZeroDivisionError("of the user")
@@ -545,11 +428,3 @@ def test_nothing_is_changed_when_an_algorithm_fails() -> None:
     with pytest.raises(ZeroDivisionError):
         fp8dist.load_transformer_engine(manager, {"fc._extra_state": entry_of(trained(3), "2.x")})
     assert state_bits(manager) == before
-
-
-def test_imported_state_is_saved_and_loaded_like_any_other() -> None:
-    manager, _ = imported(trained(9))
-    other = foreign()
-    other.load_state_dict(manager.state_dict())
-    assert state_bits(other) == state_bits(manager)
-    assert int(saved_of(manager)["step"]) == 0

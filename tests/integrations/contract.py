@@ -29,6 +29,7 @@ __all__ = [
     "as_torchrun_starts_it",
     "batch",
     "diverged",
+    "kept_of",
     "mlp",
     "needs",
     "play",
@@ -47,6 +48,11 @@ Kept = tuple[dict[str, bytes], list[Tensor]]
 def same(a: Kept, b: Kept) -> bool:
     """Return True if all bits are equal."""
     return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+
+
+def kept_of(manager: Any, model: nn.Module) -> Kept:
+    """Return what must be equal to the last bit, of a model that may be sharded."""
+    return manager.state_dict(), [local_part(p.detach()).clone() for p in model.parameters()]
 
 
 def needs(package: str, how_long: pytest.MarkDecorator = pytest.mark.long) -> list[pytest.MarkDecorator]:
@@ -93,7 +99,7 @@ class Trainee:
 
     def parameters(self) -> list[Tensor]:
         """Return copies of this rank's parameters."""
-        return [local_part(p.detach()).clone() for p in self.model.parameters()]
+        return kept_of(self.manager, self.model)[1]
 
     def kept(self) -> Kept:
         """Return what must be equal to the last bit."""

@@ -381,42 +381,6 @@ def _forgotten(folder: str, zero: dict[str, Any]) -> None:
     assert manager.steps == 0  # The backward that raised leaves reductions of ZeRO under way, into freed memory.
 
 
-def _gan(folder: str, zero: dict[str, Any]) -> None:
-    """Two engines in one loop."""
-    engines = [_attached(zero), _attached(zero)]
-    found = _play(*engines, lambda i, loss: engines[i].backward(loss), lambda i: engines[i].step())
-
-    models = [_model(), _model()]
-    managers = [fp8dist.prepare(model, group=dist.group.WORLD) for model in models]
-    wrapped = [nn.parallel.DistributedDataParallel(model) for model in models]
-    optimizers = [_optimizer(model) for model in models]
-    for manager, whole, optimizer in zip(managers, wrapped, optimizers):
-        manager.attach(whole, optimizer=optimizer)
-
-    def step(i: int) -> None:
-        optimizers[i].step()
-        optimizers[i].zero_grad()
-
-    assert found == _play(*wrapped, lambda i, loss: loss.backward(), step)
-    for engine, manager, model in zip(engines, managers, models):
-        assert same(_kept(engine), (manager.state_dict(), [p.detach() for p in model.parameters()]))
-
-
-def _play(generator: Any, judge: Any, backward: Any, step: Any) -> list[float]:
-    losses = []
-    for turn in range(8):
-        fake = generator(batch(turn))
-        for i, loss in ((1, judge(_wide(fake.detach())).mean()), (0, fake.square().mean())):
-            losses.append(loss.item())
-            backward(i, loss)
-            step(i)
-    return losses
-
-
-def _wide(x: Tensor) -> Tensor:
-    return torch.cat([x, x], 1)
-
-
 def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
     """Train 20 steps of 2 micro-batches; or until step 14, where the ranks are killed; or from step 12."""
     from fp8dist.integrations.deepspeed import attach
@@ -445,7 +409,6 @@ ADAPTER = Adapter(
     by_hand={
         **{f"{name}, {n}": (_as_by_hand, zero, n) for name, zero in STAGES.items() for n in (1, 4)},
         **{f"{name}, another engine, a direct call": (_another_engine, zero) for name, zero in STAGES.items()},
-        **{f"{name}, two models": (_gan, zero) for name, zero in STAGES.items()},
     },
     resumed={
         **{name: (_resumed, zero, {}) for name, zero in STAGES.items()},

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.runs.report.numbers import read_run
-from fp8dist.state.groups import local_part
-from tests.integrations.contract import STEPS, WIDTH, Adapter, ByHand, Kept, batch, mlp, needs, play, same
+from tests.integrations.contract import STEPS, Adapter, ByHand, Kept, batch, kept_of, mlp, needs, play, same
 from tests.support.ranks import on_ranks
 from tests.support.recorded import die, fingerprint, recorder
 
@@ -98,14 +97,10 @@ def _trainer(precision: Any, folder: str, shards: bool = False, unused: bool = F
     )
 
 
-def _kept(manager: fp8dist.StateManager, model: nn.Module) -> Kept:
-    return manager.state_dict(), [local_part(p.detach()).clone() for p in model.parameters()]
-
-
 def _fit(trainer: Any, module: Any, **options: Any) -> Kept:
     loaders = torch.utils.data.DataLoader(Batches(), batch_size=None)
     trainer.fit(module, loaders, **options)
-    return _kept(trainer.precision_plugin.manager, module.net)
+    return kept_of(trainer.precision_plugin.manager, module.net)
 
 
 def _by_hand(accumulate: int, optimizers: int = 1) -> Kept:
@@ -139,7 +134,7 @@ def _resumed(folder: str, shards: bool) -> None:
         module = _module("right" if shards else None)
         loader = torch.utils.data.DataLoader(Batches(0 if resume is None else 8), batch_size=None)
         trainer.fit(module, loader, ckpt_path=resume, weights_only=False)
-        return _kept(trainer.precision_plugin.manager, module.net)
+        return kept_of(trainer.precision_plugin.manager, module.net)
 
     whole = run(None)
     dist.barrier()
@@ -191,7 +186,7 @@ def _validated(folder: str) -> None:
     loaders = [torch.utils.data.DataLoader(Batches(0, n), batch_size=None) for n in (1000, 2)]
     trainer.fit(module, *loaders)
     assert "val_loss" in trainer.callback_metrics
-    assert same(_kept(trainer.precision_plugin.manager, module.net), _by_hand(1))
+    assert same(kept_of(trainer.precision_plugin.manager, module.net), _by_hand(1))
 
 
 @on_ranks(2)
@@ -214,21 +209,13 @@ def _gan_module() -> Any:
     import lightning
 
     class Gan(lightning.LightningModule):
-        """With an FP8 teacher in eval(), whose outputs are kept and not used."""
-
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
-            self.generator, self.judge, self.teacher = mlp(), mlp(), mlp().requires_grad_(False)
-            self.taught: list[Tensor] = []
+            self.generator, self.judge = mlp(), mlp()
 
         def training_step(self, batch: Tensor, place: int) -> None:
-            self.play(batch, self.optimizers(), self.manual_backward)
-
-        def play(self, batch: Tensor, optimizers: Any, backward: Any) -> None:
-            self.teacher.eval()
-            self.taught.append(self.teacher(torch.ones(8, WIDTH)))
-            play(self.generator, self.judge, optimizers, backward, batch, batch + 1)
+            play(self.generator, self.judge, self.optimizers(), self.manual_backward, batch, batch + 1)
 
         def configure_optimizers(self) -> Any:
             return [torch.optim.AdamW(net.parameters(), lr=1e-3) for net in (self.generator, self.judge)]
@@ -242,8 +229,6 @@ def _gan(folder: str) -> None:
     module = _gan_module()
     trainer = _trainer(FP8Precision(), folder, unused=True, max_steps=-1, max_epochs=1, limit_train_batches=8)
     trainer.fit(module, torch.utils.data.DataLoader(Batches(), batch_size=None))
-    assert all(torch.equal(output, module.taught[0]) for output in module.taught)
-
     by_hand = _gan_module()
     manager = fp8dist.prepare(by_hand, group=dist.group.WORLD)
     optimizers = by_hand.configure_optimizers()
@@ -256,8 +241,8 @@ def _gan(folder: str) -> None:
                 dist.all_reduce(parameter.grad.div_(2))
 
     for given in Batches(0, 8):
-        by_hand.play(given, optimizers, backward)
-    assert same(_kept(trainer.precision_plugin.manager, module), _kept(manager, by_hand))
+        play(by_hand.generator, by_hand.judge, optimizers, backward, given, given + 1)
+    assert same(kept_of(trainer.precision_plugin.manager, module), kept_of(manager, by_hand))
 
 
 def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
@@ -284,7 +269,7 @@ def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], 
     trainer = _trainer(precision, folder, **options)
     resume = f"{folder}/{name}/step=12.ckpt" if first else None
     trainer.fit(module, *loaders, ckpt_path=resume, weights_only=False)
-    return fingerprint(*_kept(precision.manager, module.net)), losses, len(precision.manager.slots)
+    return fingerprint(*kept_of(precision.manager, module.net)), losses, len(precision.manager.slots)
 
 
 ADAPTER = Adapter(

@@ -7,7 +7,6 @@ import math
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +14,8 @@ from torch import Tensor
 
 import fp8dist
 from fp8dist_kernels import direct
-from fp8dist_kernels.reference.casts import dequantize
-from scripts import results_files
-from scripts.convergence.accumulation import PROMOTED_EVERY, compared, emulated, emulated_product
-from scripts.convergence.fast_accumulation import CASES, RECIPES, main, products
+from scripts.convergence.accumulation import emulated, emulated_product
+from scripts.convergence.fast_accumulation import RECIPES, main, products
 from tests.support.linear import inputs
 from tests.support.suite import crossed
 
@@ -98,19 +95,15 @@ def operands(kind: str, m: int, n: int, k: int, left: torch.dtype = E4M3) -> tup
 
 
 @crossed(promoted_every=[None, 64, 128], kind=["normal", "positive", "tiny", "sparse", "subnormal", "any bits"])
-def test_the_emulation_is_the_oracle_bit_for_bit(kind: str, promoted_every: int | None) -> None:
-    """Few bits also show what exponent a subnormal number has."""
+def test_the_emulation_is_the_oracle_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, kind: str, promoted_every: int | None
+) -> None:
+    """Few bits also show what exponent a subnormal number has. Two tiles: rows 0 and 1, and row 2."""
+    monkeypatch.setattr("scripts.convergence.accumulation._TILE", 8)
     for left, k, bits in ((E4M3, 400, 13), (E5M2, 256, 13), (E4M3, 16, 13), (E4M3, 160, 2), (E5M2, 160, 3)):
         a, b = operands(kind, 3, 4, k, left)
         found = emulated_product(a, b, ONE, ONE, promoted_every, bits)
         assert found.tolist() == [[oracle(x, y, promoted_every, bits) for y in b] for x in a], (left, k, bits)
-
-
-def test_tiles_do_not_change_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = operands("normal", 7, 5, 64)
-    whole = emulated_product(a, b, ONE, ONE, None)
-    monkeypatch.setattr("scripts.convergence.accumulation._TILE", 10)
-    assert torch.equal(emulated_product(a, b, ONE, ONE, None), whole)
 
 
 def test_what_the_sources_say() -> None:
@@ -122,17 +115,9 @@ def test_what_the_sources_say() -> None:
         fast = emulated_product(a.to(E4M3), b.to(E4M3), ONE, ONE, None)
         assert float(fast[0, 0]) == 512 + kept
         assert fast.abs().sum() == fast[0, 0]
+    assert all(row["fast"] > 2 * row["slow"] > 0 for row in products((1024,)))
     sums = emulated_product(*(torch.ones(16, 1 << 16).to(E4M3) for _ in "ab"), ONE, ONE, None)
     assert float(sums[0, 0]) == 1 << 14, "from there on, 1 is less than the last bit"
-
-
-def test_slow_accumulation_is_closer() -> None:
-    found = {(row["data"], row["formats"], row["k"]): row for row in products((128, 1024))}
-    assert len(found) == 6
-    for (_, _, k), row in found.items():
-        assert row["slow"] < 1e-3
-        assert row["fast"] == row["slow"] if k == PROMOTED_EVERY else row["fast"] > 2 * row["slow"]
-        assert 1e-3 < row["cast"] < 0.1
 
 
 def test_scales_bias_and_bad_values() -> None:
@@ -169,47 +154,11 @@ def test_only_the_gemms_of_the_recipe_are_fast(kind: Any) -> None:
     for number, results in enumerate(found.values()):
         same = [torch.equal(mine, theirs) for mine, theirs in zip(results, slow)]
         assert same == [place != number for place in range(3)]
-
-
-def test_a_product_is_promoted_unless_the_call_wants_fast_accumulation() -> None:
-    """Products by block are left alone."""
     a, b = operands("positive", 4, 128, 512)
-    for fast, every in ((True, None), (False, 128)):
-        with emulated():
-            found = direct.matmul(a, b, ONE, ONE, torch.float32, fast_accumulation=fast)
-        assert torch.equal(found, emulated_product(a, b, ONE, ONE, every))
-    scales = torch.rand(4, 4), torch.rand(1, 4)
-    expected = direct.matmul(a, b, *scales, torch.float32, fast_accumulation=True)
+    by_block = a, b, torch.rand(4, 4), torch.rand(1, 4)  # Left alone.
+    expected = direct.matmul(*by_block, torch.float32, fast_accumulation=True)
     with emulated():
-        assert torch.equal(direct.matmul(a, b, *scales, torch.float32, fast_accumulation=True), expected)
-
-
-@pytest.mark.parametrize(("gemm", "k"), [("fprop", 256), ("dgrad", 384), ("wgrad", 192)])
-def test_errors_are_those_of_the_gemm_on_the_usual_operands(gemm: Any, k: int) -> None:
-    module = torch.nn.Linear(256, 384)
-    fp8dist.prepare(torch.nn.Sequential(module), fp8dist.RowwiseScaling(fast_accumulation=(gemm,)))
-    seen, original = [], direct.matmul
-
-    def spy(*operands: Any, **options: Any) -> Tensor:
-        seen.append((options["fast_accumulation"], operands))
-        return original(*operands, **options)
-
-    usual = module(inputs(192, 256))
-    with mock.patch.object(direct, "matmul", spy), compared() as found:
-        y = module(inputs(192, 256).requires_grad_())
-        y.backward(inputs(192, 384, seed=3))
-    assert torch.equal(y, usual), "the products themselves stay as they are"
-    (errors,) = found
-    ((a, b, inv_scale_a, inv_scale_b),) = [operands[:4] for fast, operands in seen if fast]
-    exact = (dequantize(a, inv_scale_a).double() @ dequantize(b, inv_scale_b).double().t()).norm()
-    for every, error in ((None, errors.fast), (128, errors.slow)):
-        difference = emulated_product(a, b, inv_scale_a, inv_scale_b, every) - original(
-            a, b, inv_scale_a, inv_scale_b, torch.float32, fast_accumulation=False
-        )
-        # The latter is itself rounded to float32.
-        assert error == pytest.approx(float(difference.norm() / exact), rel=1e-3)
-    assert errors.k == k
-    assert 0 < errors.slow < errors.fast < 0.01
+        assert torch.equal(direct.matmul(*by_block, torch.float32, fast_accumulation=True), expected)
 
 
 TINY = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4")
@@ -232,14 +181,3 @@ def test_from_end_to_end(tmp_path: Path) -> None:
         emulated = {(case["recipe"], case["fast"] is None): case["overall"] for case in point["cases"]}
         for recipe in RECIPES:
             assert emulated[recipe, True] != emulated[recipe, False]
-
-
-def test_the_published_results_are_complete_and_from_a_commit() -> None:
-    data = results_files.load("accumulation", ROOT)
-    assert not data["commit"].endswith("+")
-    assert [(row["recipe"], row["fast"]) for row in data["points"][-1]["cases"]] == [
-        (recipe, None if fast is None else list(fast)) for recipe in RECIPES for fast in CASES
-    ]
-    gemms = [(recipe, gemm) for recipe in RECIPES for gemm in ("fprop", "dgrad", "wgrad")]
-    for point in data["points"]:
-        assert [(row["recipe"], row["gemm"]) for row in point["gemms"]] == gemms

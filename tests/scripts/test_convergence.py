@@ -1,4 +1,4 @@
-"""scripts/convergence: arithmetic, tables, the choice of runs to repeat, and the comparison of gradients."""
+"""scripts/convergence: the choice of runs to repeat, and the comparison of gradients."""
 
 from __future__ import annotations
 
@@ -56,13 +56,10 @@ def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
     assert _runs(task) == 4
 
 
-def test_runs_go_on_side_by_side(tmp_path: Path) -> None:
+def test_runs_go_on_side_by_side_until_one_fails(tmp_path: Path) -> None:
     wait = "(f / 'here').touch()\nwhile not (f.parent / {!r} / 'here').exists(): time.sleep(0.02)"
     tasks = [_task(tmp_path / "a", wait.format("b")), _task(tmp_path / "b", wait.format("a"))]
     assert run_all(tasks, 2, lambda text: None) == 2
-
-
-def test_a_run_that_fails_ends_the_others_and_says_why(tmp_path: Path) -> None:
     bad, slow = _task(tmp_path / "bad", "sys.exit('no such luck')"), _task(tmp_path / "slow", "time.sleep(60)")
     start = time.monotonic()
     with pytest.raises(TaskFailed, match="no such luck"):
@@ -122,17 +119,17 @@ def model() -> nn.Module:
     return made
 
 
-def _loss(seed: int, factor: float = 1.0) -> Any:
+def _loss(seed: int) -> Any:
     tokens = torch.randint(0, 256, (4, 17), generator=torch.Generator().manual_seed(seed))
 
     def loss(model: nn.Module) -> Tensor:
-        return factor * model(tokens[:, :-1], tokens[:, 1:])
+        return model(tokens[:, :-1], tokens[:, 1:])
 
     return loss
 
 
-def _cosines(model: nn.Module, recipe: fp8dist.Recipe, factor: float = 1.0, calibrated: bool = True) -> Any:
-    loss, others = _loss(0, factor), [_loss(seed, factor) for seed in (1, 2)] if calibrated else []
+def _cosines(model: nn.Module, recipe: fp8dist.Recipe) -> Any:
+    loss, others = _loss(0), [_loss(seed) for seed in (1, 2)]
     expected = gradients_of(model, loss, LINEARS, STREAMS)
     return compare_gradients(fp8_gradients(model, recipe, loss, LINEARS, STREAMS, others), expected)
 
@@ -160,19 +157,11 @@ def test_gradients_are_those_of_autograd(model: nn.Module) -> None:
     torch.testing.assert_close(found.inputs["blocks.0"].sum(0), position)
 
 
-def test_all_gemms_in_high_precision_turn_nothing(model: nn.Module) -> None:
-    found = _cosines(model, fp8dist.DelayedScaling(high_precision=GEMMS))
-    for value in (*found.weights.values(), *found.inputs.values(), found.overall):
-        assert value == pytest.approx(1.0, abs=1e-12)
-
-
-def test_fp8_turns_gradients_a_little(model: nn.Module) -> None:
-    found = _cosines(model, fp8dist.DelayedScaling())
-    for name, value in {**found.weights, **found.inputs, "overall": found.overall}.items():
-        assert 0.9 < value < 1 - 1e-6, name
-
-
 def test_each_gemm_turns_what_it_makes(model: nn.Module) -> None:
+    none = _cosines(model, fp8dist.DelayedScaling(high_precision=GEMMS))
+    assert all(value == pytest.approx(1.0, abs=1e-12) for value in (*none.weights.values(), none.overall))
+    every = _cosines(model, fp8dist.DelayedScaling())
+    assert all(0.9 < value < 1 - 1e-6 for value in (*every.weights.values(), *every.inputs.values(), every.overall))
     only_wgrad = _cosines(model, fp8dist.CurrentScaling(high_precision=("fprop", "dgrad")))
     assert list(only_wgrad.inputs.values()) == [pytest.approx(1.0, abs=1e-12)] * 2
     assert all(value < 1 - 1e-6 for value in only_wgrad.weights.values())
@@ -180,13 +169,6 @@ def test_each_gemm_turns_what_it_makes(model: nn.Module) -> None:
     assert only_dgrad.weights["blocks.1.mlp_out"] == pytest.approx(1.0, abs=1e-12), "nothing is above it"
     assert only_dgrad.inputs["blocks.0"] < only_dgrad.inputs["blocks.1"] < 1 - 1e-6, "errors add up"
     assert only_dgrad.weights["blocks.1.mlp_in"] < 1 - 1e-6
-
-
-def test_scales_that_do_not_fit_turn_them_a_lot(model: nn.Module) -> None:
-    factor = 1e-6  # Gradients fall below E5M2's smallest value, 2**-16.
-    bad = _cosines(model, fp8dist.DelayedScaling(warmup="unit"), factor, calibrated=False)
-    good = _cosines(model, fp8dist.DelayedScaling(), factor)
-    assert bad.overall < 0.5 < 0.9 < good.overall
 
 
 def test_a_measurement_leaves_the_model_alone(model: nn.Module) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -161,54 +159,3 @@ def test_benchmark(tree: Path, tmp_path: Path) -> None:
         assert (part["status"], part["problem"]) == ("done", None), name
         assert all(case["timings"] for case in part["cases"]), name
     assert "figures of smoke runs mean nothing" in lines
-
-
-def _tests(path: Path) -> tuple[int, bool]:
-    tests = results.read(path)["tests"]
-    return tests["passed"], not tests["cut_off"]
-
-
-def _tiles(path: Path) -> tuple[int, bool]:
-    table = json.loads(path.read_text())
-    TileTable.from_json(json.dumps(table))
-    return int(table["measured"] is not None), False  # In an interpreter no product is fast enough for an entry.
-
-
-def _cases(path: Path) -> tuple[int, bool]:
-    parts = list(results.read(path)["parts"].values())
-    return sum(len(part["cases"]) for part in parts), all(part["status"] == "done" for part in parts)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("arguments", "file", "found"),
-    [
-        (["check", "--smoke", "--", *ALONE], FILE, _tests),
-        (["tune", "--smoke"], f"tables/{FILE}", _tiles),
-        (["benchmark", "--smoke", "--part", "memory"], FILE, _cases),
-    ],
-    ids=["check", "tune", "benchmark"],
-)
-def test_what_was_measured_before_a_command_is_killed_is_readable(
-    arguments: list[str], file: str, found: Callable[[Path], tuple[int, bool]], tree: Path, tmp_path: Path
-) -> None:
-    """Kill it at random moments, before and after its first result. ``found``: the number of results, and if there are
-    all."""
-    seed = time.time_ns()
-    print(f"seed {seed}")
-    chance = random.Random(seed)
-    for place, longest in enumerate((4.0, 0.3, 3.0)):
-        path, before = tmp_path / str(place) / file, 0
-        process = _start(tree, tmp_path / str(place), *arguments)
-        try:
-            while place > 0 and process.poll() is None:
-                if path.exists() and found(path)[0]:
-                    before, whole = found(path)
-                    assert not whole, "the first result is written long before the last"
-                    break
-                time.sleep(0.02)
-            time.sleep(chance.uniform(0, longest))
-        finally:
-            _kill(process)
-        assert before or place == 0, "no result"
-        assert not path.exists() or found(path)[0] >= before

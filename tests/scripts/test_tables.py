@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from scripts.benchmarks.gpu.tables import GOALS, TABLES, goals, verdict
 from scripts.benchmarks.markdown import NOT_YET
 from scripts.convergence import accumulation_tables, fast_accumulation
 from scripts.convergence.__main__ import main as convergence_main
-from scripts.convergence.comparison import Comparison, Spread, compare, final_loss, spread_of
+from scripts.convergence.comparison import Comparison, Spread, compare, spread_of
 from scripts.convergence.tables import (
     CONVERGENCE_TABLES,
     MIXTURE_TABLES,
@@ -58,6 +57,7 @@ def test_without_results_nothing_is_claimed(name: str) -> None:
 
 
 def test_every_table_is_on_a_page() -> None:
+    """docs/ compares the published ones with their results, numbers included."""
     pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
     assert [name for name in EMPTY if f"<!-- made: {name} -->" not in pages] == []
 
@@ -65,16 +65,13 @@ def test_every_table_is_on_a_page() -> None:
 def test_results_of_another_schema_are_refused(tmp_path: Path) -> None:
     assert results_files.load("convergence", tmp_path) is None
     path = results_files.path_of("convergence", tmp_path)
-    results_files.write(path, convergence())
-    assert results_files.load("convergence", tmp_path) == convergence()
-    results_files.write(path, {**convergence(), "schema": 9})
+    results_files.write(path, {"schema": 1, "runs": {}})
+    assert results_files.load("convergence", tmp_path) == {"schema": 1, "runs": {}}
+    results_files.write(path, {"schema": 9})
     with pytest.raises(ValueError, match="not results of schema 1"):
         results_files.load("convergence", tmp_path)
-    for text, problem in (
-        ("{", "not JSON"),
-        ("[]", "schema 2"),
-        (json.dumps({**measured(), "schema": 99}), "schema 2"),
-    ):
+    another = json.dumps({**measured(), "schema": 99})
+    for text, problem in (("{", "not JSON"), ("[]", "schema 2"), (another, "schema 2")):
         path.write_text(text)
         with pytest.raises(ValueError, match=problem):
             results.read(path)
@@ -108,63 +105,32 @@ def _line(table: str, start: str) -> str:
     return line
 
 
-TWENTY = 20 * [9.0]
-
-
-def run(final: float, validation: float) -> dict[str, Any]:
-    """Return a run of 20 steps. Only the last two losses count; their mean is ``final``."""
-    return {"losses": [*TWENTY[:18], final - 0.5, final + 0.5], "validation_loss": validation, "tokens_per_s": 1.0}
-
-
-def convergence(**runs: dict[str, Any]) -> dict[str, Any]:
-    """Return a results file with two seeds. The recipe's gaps are +1 % and -0.5 %."""
-    two = {"fp32": {"0": run(2.0, 2.5), "1": run(4.0, 5.0)}, "current": {"0": run(2.02, 2.55), "1": run(3.98, 4.9)}}
-    return {
-        **{"schema": 1, "date": "2026-01-31T12:00:00Z", "commits": ["0123456789abcdef+"], "machine": "an abacus"},
-        **{"versions": {"torch": "2.13.0"}, "steps": 20, "flags": ["--width", "32"]},
-        **{"runs": {**two, **runs}, "gradients": None},
-    }
-
-
-def test_the_final_loss_is_that_of_the_last_tenth() -> None:
-    assert final_loss([*TWENTY[:18], 2.0, 3.0]) == 2.5
-    assert final_loss([5.0, 4.0, 3.0]) == 3.0, "a short run has its last step"
-    assert final_loss([*27 * [9.0], 1.0, 2.0, 6.0]) == 3.0
-
-
-def test_a_spread_is_that_of_a_sample() -> None:
-    spread = spread_of([1.0, 2.0, 6.0])  # Deviations -2, -1, 3: squares 4 + 1 + 9 over 2.
-    assert spread == Spread(3.0, pytest.approx(math.sqrt(7.0)), 1.0, 6.0)
-    assert spread_of([2.0]) == Spread(2.0, None, 2.0, 2.0)
-
-
-def test_a_variant_is_compared_with_fp32_of_the_same_seed() -> None:
-    found = compare(convergence()["runs"])
-    assert list(found) == ["fp32", "current"]
-    assert found["fp32"].training_gap is None
-    assert found["fp32"].training == Spread(3.0, pytest.approx(math.sqrt(2)), 2.0, 4.0)
-    current = found["current"]
-    assert (current.seeds, current.goal) == ((0, 1), 0.5)
-    deviation = math.sqrt(2 * 0.75**2)
-    approximately = [pytest.approx(value) for value in (0.25, deviation, -0.5, 1.0)]
-    assert current.training_gap == Spread(*approximately)  # type: ignore[arg-type]
-    assert current.validation_gap == Spread(*[pytest.approx(v) for v in (0.0, math.sqrt(8), -2.0, 2.0)])  # type: ignore
-    alone = compare({"block": {"0": run(2.0, 2.0)}, "fp32": {"1": run(2.0, 2.0)}})["block"]
-    assert (alone.training_gap, alone.reached) == (None, "-")
+def run(*last: Any, validation: Any = 2.0) -> dict[str, Any]:
+    """Return a run of 20 steps. Only the last two losses count."""
+    return {"losses": [*18 * [9.0], *last], "validation_loss": validation, "tokens_per_s": 1.0}
 
 
 def test_whether_a_goal_was_reached() -> None:
-    for gaps_of_seeds, reached in [
+    """By its whole interval, or by each seed."""
+    for low, high, judged in [
+        *((1.0, 1.1, "reached"), (0.99, 1.0, "undecided")),
+        *((0.9, 0.99, "missed"), (0.5, 2.0, "undecided")),
+    ]:
+        assert verdict([(low + high) / 2, low, high], 1.0) == judged
+    for gaps, reached in [
         ([0.5, -0.5], "yes, with every seed"),
         ([0.6, -0.2], "yes, on average"),
         ([-0.6, -0.5], "no"),
         ([math.nan, 0.1], "no"),
     ]:
-        gap = spread_of(gaps_of_seeds)
+        gap = spread_of(gaps)
         assert Comparison((0, 1), gap, gap, gap, gap, 0.5).reached == reached
-    broken = {**run(2.0, 2.0), "losses": [*TWENTY[:18], "nan", "nan"], "validation_loss": "nan"}
-    blown_up = convergence(block={"0": run(2.0, 2.0), "1": broken})
-    assert compare(blown_up["runs"])["block"].reached == "no"
+    plain = {"0": run(1.5, 2.5), "1": run(3.5, 4.5)}
+    blown_up = {"0": run(1.5, 2.5), "1": run("nan", "nan", validation="nan")}
+    found = compare({"fp32": plain, "block": blown_up, "current": {"0": plain["1"]}, "rowwise": {"2": plain["0"]}})
+    assert found["block"].reached == "no"
+    assert found["current"].training_gap == Spread(100.0, None, 100.0, 100.0), "in %, of the same seed of FP32"
+    assert (found["rowwise"].training_gap, found["rowwise"].reached) == (None, "-")
 
 
 STAMP = MappingProxyType({"commit": "0123456789abcdef", "dirty": False, "date": "2026-01-31T12:00:00Z"})
@@ -254,29 +220,18 @@ def test_figures_are_those_of_the_file(tmp_path: Path) -> None:
         assert text in machines
 
 
-def test_a_wrong_result_gives_no_figure_but_its_reason() -> None:
+def test_what_has_no_figure_says_why() -> None:
     problem = "wrong: relative error 1.4, at most 0.004 is right"
-    case = {"name": "8b qkv", "problem": problem}
-    table = goals([measured(matmul_tensorwise=_part([case], {}, problem=problem))])
-    assert _line(table, 'GEMM, "auto", tensorwise,').endswith(f"| no figure: {problem} |")
+    wrong = _part([{"name": "8b qkv", "problem": problem}], {}, problem=problem)
     refused = _part([], {"refused_by_torch": "no such kernel (96 shapes)"})
-    loaded = [measured(matmul_blockwise=refused)]
-    assert _line(goals(loaded), "the same, block-scaled").endswith("| no figure: no such kernel (96 shapes) |")
+    ten = {"auto": {"geomean": [1.0, 0.9, 1.1], "lowest": 0.9, "lowest_case": "x", "shapes": 10}}
+    late = _part([], ten, status="cut off", problem="out of time after 10 of 96 cases")
+    loaded = [measured(matmul_tensorwise=wrong, matmul_blockwise=refused, matmul_rowwise=late)]
+    table = goals(loaded)
+    assert _line(table, 'GEMM, "auto", tensorwise,').endswith(f"| no figure: {problem} |")
+    assert _line(table, "the same, block-scaled").endswith("| no figure: no such kernel (96 shapes) |")
+    assert "out of time after 10 of 96" in _line(table, "the same, row-wise")
     assert "blockwise" not in TABLES["matmuls"](loaded)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "judged"),
-    [(1.0, 1.1, "reached"), (0.99, 1.0, "undecided"), (0.9, 0.99, "missed"), (0.5, 2.0, "undecided")],
-)
-def test_a_goal_is_reached_if_its_whole_interval_is(low: float, high: float, judged: str) -> None:
-    assert verdict([(low + high) / 2, low, high], 1.0) == judged
-
-
-def test_a_part_that_was_cut_off_says_so() -> None:
-    figures = {"auto": {"geomean": [1.0, 0.9, 1.1], "lowest": 0.9, "lowest_case": "x", "shapes": 10}}
-    part = _part([], figures, status="cut off", problem="out of time after 10 of 96 cases")
-    assert "out of time after 10 of 96" in _line(goals([measured(matmul_rowwise=part)]), "the same, row-wise")
     table = goals([{**measured(), "commit": "fedcba9876543210"}])
     assert _line(table, "cast only").endswith("0.93 (0.91 to 0.94) (commit 0123456789) |")
     assert "(commit" not in goals([measured()])
@@ -309,13 +264,6 @@ def test_hardware_claims_what_was_recorded() -> None:
     ]
 
 
-def test_the_kept_results_are_right() -> None:
-    for path in (ROOT / "kernels" / "results").glob("*.json"):
-        data = results.read(path)
-        assert not data["smoke"]
-        assert path == results.file_of(path.parent, data["device"]["name"])
-
-
 def test_what_was_not_measured_again_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tests = {**measured(), "parts": {}}
     benchmark = {**measured(), "tests": None}
@@ -335,15 +283,6 @@ def test_what_was_not_measured_again_is_kept(capsys: pytest.CaptureFixture[str],
     assert results.earlier(broken) is None
     assert "no results" in capsys.readouterr().err
     assert results.earlier(tmp_path / "none.json") is None
-
-
-def test_sizes_are_those_of_the_operands() -> None:
-    """8,192 tokens: bytes of FP8 activations and weights, by hand."""
-    rows = [re.findall(r"(\w+) \| (\d+) MB", line)[0] for line in audits.sizes().splitlines()[2:]]
-    x, y, w = 8192 * 4096, 8192 * 14336, 4096 * 14336
-    small = [("fprop", x + w), ("dgrad", y + w), ("wgrad", y + x)]
-    large = [("fprop", 2 * x + 4 * w), ("dgrad", 2 * y + 4 * w), ("wgrad", 2 * y + 2 * x)]  # Both sizes doubled.
-    assert rows == [(gemm, str(round(size / 1e6))) for gemm, size in (*small, *large)]
 
 
 def test_what_no_published_row_shows() -> None:
