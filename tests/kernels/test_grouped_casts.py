@@ -1,5 +1,5 @@
 """Casts of rows sorted by expert: the layout, and Triton against plain torch. ``tests/modules/test_grouped_linear.py``
-and ``test_mxfp8.py`` compare plain torch with casts of one expert each."""
+compares plain torch with casts of one expert each."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def test_slots_that_nobody_casts_are_not_called_cold_after_a_resume() -> None:
 
 @on_ranks(2)
 def test_ranks_that_do_the_same_agree_at_no_cost() -> None:
-    """A rank that alone changes a precision is in ``tests/parallel/test_recipes_ddp.py``."""
+    """A rank that alone changes a precision is in ``tests/parallel/test_ddp.py``."""
     run = Run(group=torch.distributed.group.WORLD)
     with counted_collectives() as calls:
         for step, high in enumerate([(), (), ALL, ALL, ()]):
