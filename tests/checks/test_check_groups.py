@@ -393,6 +393,14 @@ def test_the_last_good_step_is_one_that_was_good_on_all_ranks() -> None:
         ("step", (1,), 8, 3),
         ("parameter", (3,), 8, 3),
     ]
+    other = _block()  # Which ranks 2 and 3 have never checked.
+    if dist.get_rank() < 2:
+        fp8dist.check(other, group=pair, step=5)
+    if dist.get_rank() == 2:
+        _nudge(other.norm.bias)
+    with captured_log():
+        report = fp8dist.check(other, group=dist.group.WORLD, step=6, policy="warn")
+    assert [(f.ranks, f.last_good_step) for f in report.findings] == [((2,), None)]
 
 
 @on_ranks(4, timeout=60)
