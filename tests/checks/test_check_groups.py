@@ -456,6 +456,17 @@ def test_a_single_process_verifies_nothing_and_raises_nothing() -> None:
         fp8dist.check(make_net(), policy="mend")  # type: ignore[arg-type]
 
 
+@on_ranks(2)
+def test_a_group_of_one_rank_verifies_nothing() -> None:
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    net = make_net(seed=dist.get_rank())
+    report = fp8dist.check(net, group=group, policy="warn")
+    second = fp8dist.prepare(net, group=group).attach().check(policy="warn")
+    assert {report.consistent, report.diverged, second.consistent, second.diverged} == {False}
+    reason = "6 parameters that are shared with no other rank"
+    assert (report.compared, dict(report.unverified), second.compared) == ({}, {"parameter": reason}, {})
+
+
 def _hybrid_fsdp1(seeds: str) -> Any:
     """Check under FSDP1 with two copies of two shards. ``seeds``: "copy" if each copy has its own."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
