@@ -193,6 +193,22 @@ def test_of_two_ranks_nobody_is_named(two_ranks: RankPool) -> None:
         assert {text.partition("; ")[2] for *_, text in found} == {"of two ranks, none can be blamed"}
 
 
+@pytest.mark.slow
+@on_ranks(3)
+def test_a_fault_that_does_not_repeat_is_transient() -> None:
+    """Products of the step are wrong, and those of the audit right."""
+    trained = Trained()
+    with captured_log():
+        for index in range(SITES_OF_NET):
+            x, y = batch(dist.get_rank(), index)
+            with bad_products() if dist.get_rank() == 1 else contextlib.nullcontext():
+                (trained.whole(x) - y).square().mean().backward()
+            trained.optimizer.step()
+            trained.optimizer.zero_grad()
+    found = {(f.ranks, f.detail.partition(" (")[0]) for f in trained.findings}
+    assert found == {((1,), "rank 1 computes wrong once")}
+
+
 @pytest.mark.parametrize("policy", ["raise", "repair"])
 @on_ranks(3)
 def test_the_policy_ends_the_job_on_all_ranks_with_one_message(policy: str) -> None:
@@ -248,7 +264,8 @@ def test_audits_change_no_bit_and_find_nothing_on_sound_devices(layout: str, rec
 @pytest.mark.parametrize(("layout", "most"), [("ddp", 20_000), ("experts, ddp", 60_000)])
 @on_ranks(2)
 def test_an_audit_is_three_collectives(layout: str, most: int) -> None:
-    """``most``: bytes that are received. Experts have 24,576 weights in float32, and there is a header."""
+    """``most``: bytes that are received. Experts have 24,576 weights in float32, and there is a header. A small
+    message has some 1,000 bytes, which depend on how its operands lie in memory."""
     trained, got = Trained(layout, audit_every=2), []
     for index in range(12):
         with counted_collectives() as counted:
@@ -260,7 +277,7 @@ def test_an_audit_is_three_collectives(layout: str, most: int) -> None:
         (gather, sizes), (exchange, received), (digests, of_digests) = calls
         assert (gather, exchange, digests) == ("all_gather", "all_to_all_single", "all_gather")
         assert (sizes, of_digests) == (16, 32)
-        assert received == 0 or 1_000 < received < most
+        assert received == 0 or 500 < received < most
         got.append(received > 0)
     assert sum(got) >= len(got) - 1
 

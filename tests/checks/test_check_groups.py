@@ -393,6 +393,14 @@ def test_the_last_good_step_is_one_that_was_good_on_all_ranks() -> None:
         ("step", (1,), 8, 3),
         ("parameter", (3,), 8, 3),
     ]
+    other = _block()  # Which ranks 2 and 3 have never checked.
+    if dist.get_rank() < 2:
+        fp8dist.check(other, group=pair, step=5)
+    if dist.get_rank() == 2:
+        _nudge(other.norm.bias)
+    with captured_log():
+        report = fp8dist.check(other, group=dist.group.WORLD, step=6, policy="warn")
+    assert [(f.ranks, f.last_good_step) for f in report.findings] == [((2,), None)]
 
 
 @on_ranks(4, timeout=60)
@@ -446,6 +454,17 @@ def test_a_single_process_verifies_nothing_and_raises_nothing() -> None:
     assert not fp8dist.check(job.net, policy="repair").diverged
     with pytest.raises(ConfigurationError, match="policy must be one of raise, warn, repair"):
         fp8dist.check(make_net(), policy="mend")  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_a_group_of_one_rank_verifies_nothing() -> None:
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    net = make_net(seed=dist.get_rank())
+    report = fp8dist.check(net, group=group, policy="warn")
+    second = fp8dist.prepare(net, group=group).attach().check(policy="warn")
+    assert {report.consistent, report.diverged, second.consistent, second.diverged} == {False}
+    reason = "6 parameters that are shared with no other rank"
+    assert (report.compared, dict(report.unverified), second.compared) == ({}, {"parameter": reason}, {})
 
 
 def _hybrid_fsdp1(seeds: str) -> Any:

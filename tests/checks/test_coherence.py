@@ -179,6 +179,17 @@ def test_a_weight_that_is_not_its_master_is_named_with_rank_and_element(two_rank
         ]
 
 
+def test_what_wraps_optimizers_is_looked_into() -> None:
+    model = _mlp()
+    optimizer = Masters(model, "megatron")
+    model[0].weight.data += 1
+    chained = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=optimizer)])
+    assert stale_weights(model, [chained]) == ["0.weight"]
+    engine = type("DeepSpeedEngine", (nn.Module,), {})()
+    engine.module, engine.optimizer = model, SimpleNamespace(optimizer=optimizer)
+    assert stale_weights(engine, []) == ["0.weight"]
+
+
 @pytest.mark.parametrize("kind", ["Masters", "SGD"])
 def test_what_no_rule_can_read_is_named(kind: str) -> None:
     """Masters under no known name, in another format, as the remainders of weights: also of an optimizer that holds the

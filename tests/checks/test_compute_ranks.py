@@ -172,7 +172,8 @@ def test_only_ranks_of_equal_hardware_are_compared(three_ranks: RankPool) -> Non
             assert (alone in skipped) == (rank == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.nightly
 def test_a_difference_within_a_kind_is_found_beside_another_kind(four_ranks: RankPool) -> None:
     for found in four_ranks.run(_everywhere, "delayed", (0, 2), {0: "old", 1: "new", 2: "new", 3: "new"}):
         _assert_named(found, (2,), 1, ((1, 3), (2,)))

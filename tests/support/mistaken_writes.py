@@ -70,9 +70,9 @@ WRITES: dict[str, tuple[Write, tuple[str, ...]]] = {
 }
 
 
-def _written(write: Write, layout: str, of: str) -> Callable[[Case], None]:
+def _written(write: Write, layout: str, of: str, recipe: Recipe | None = None) -> Callable[[Case], None]:
     def program(case: Case) -> None:
-        case.attached(layout).train(2)
+        case.attached(layout, recipe=recipe).train(2)
         write(case.called, 8.0, of)
         case.output("eval forward after the write", train=False).train(1)
         write(case.called, 8.0, of)
@@ -141,21 +141,9 @@ for _layout in ("fsdp1", "gather"):
     add(f"EMA in swapped_weights(), {_layout}", _swapped(_layout), RIGHT, ranks=2)
 
 
-def _recipe(recipe: Recipe, write: Write, factor: float) -> Callable[[Case], None]:
-    def program(case: Case) -> None:
-        case.attached("gather", recipe=recipe).train(5)
-        for index in range(4):
-            case.train(1)
-            write(case.called, factor, LAST)
-            case.output(f"after write {index}", train=index % 2 == 0).called.zero_grad()
-
-    return program
-
-
-add(
-    "load_state_dict by 8, next_step", _recipe(DelayedScaling(update="next_step"), load_state_dict, 8.0), RIGHT, ranks=2
-)
-add("mul_ by 8, CurrentScaling", _recipe(CurrentScaling(), mul, 8.0), RIGHT, ranks=2)
+_NEXT_STEP = _written(load_state_dict, "gather", LAST, DelayedScaling(update="next_step"))
+add("load_state_dict by 8, next_step", _NEXT_STEP, RIGHT, ranks=2)
+add("mul_ by 8, CurrentScaling", _written(mul, "gather", LAST, CurrentScaling()), RIGHT, ranks=2)
 
 
 @scenario("a tied weight is written to", RIGHT)
