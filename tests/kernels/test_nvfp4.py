@@ -1,4 +1,4 @@
-"""Emulated NVFP4 casts and products against an oracle in plain Python."""
+"""Emulated NVFP4 casts and products against an oracle in plain Python. ``tests/parallel/test_nvfp4.py`` has parts."""
 
 from __future__ import annotations
 
@@ -158,25 +158,6 @@ def test_hard_values_by_hand(square: bool) -> None:
     for encode in (encode_of(hard_values(32, 64, finite=True)), torch.tensor(1.0), torch.tensor(2.0**100)):
         assert_by_hand(x.to(DEVICE), encode.to(DEVICE), draw(), square=square)
     assert_by_hand(torch.tensor([TIES] * 2, device=DEVICE), torch.tensor(448.0), draw(), square=square)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("dim", [0, 1], ids=["tokens", "features"])
-def test_parts_have_the_bits_of_the_whole(ranks: int, dim: int) -> None:
-    """Cut at multiples of 16, with the amax of the whole, and with where the part lies."""
-    x = hard_values(192, 192, finite=True).to(DEVICE)
-    for square, hadamard, stochastic in ((True, False, False), (False, True, True)):
-        options = {**OPTIONS, "square": square, "hadamard": hadamard, "stochastic": stochastic}
-        encode = encode_of(x, 1)
-        whole = plain.quantize_nvfp4(x, encode, draw(features=192), E4M3, rows=True, columns=True, **options)
-        casts, first = [], 0
-        for part in x.chunk(ranks, dim):
-            at = draw(features=192, **{("token", "feature")[dim]: first})
-            casts.append(plain.quantize_nvfp4(part, encode, at, E4M3, rows=True, columns=True, **options))
-            first += part.shape[dim]
-        for index, parts in enumerate(zip(*casts)):
-            joined = torch.cat([part.float() for part in parts], dim if index < 2 else 1 - dim)
-            assert torch.equal(joined, whole[index].float()), index
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

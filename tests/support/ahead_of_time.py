@@ -5,7 +5,7 @@ the requested GPU, specialised for these arguments. Nothing is executed, so unto
 
 Must run in a process without TRITON_INTERPRET, so tests request a report from a separate process::
 
-    report = compiled("tests.kernels.compiled.casts")     # its function ``launch()``; another: "…casts:name"
+    report = compiled("casts")     # a function of tests/kernels/compiled.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-HOPPER = 90
+HOPPER, BLACKWELL = 90, 100
 SHARED_MEMORY_LIMIT = 232_448
 """Bytes of shared memory per block on a data centre GPU of the Hopper or Blackwell generation."""
 
@@ -51,9 +51,9 @@ class Compiled:
         return len(re.findall(pattern, getattr(self, of)))
 
 
-def compiled(module: str, capability: int = 90, timeout: float = 230.0) -> list[Compiled]:
-    """Return the kernels that ``launch()`` of ``module`` launches, or ``name()`` of "module:name", compiled for a
-    capability (90: Hopper, 100: Blackwell)."""
+def compiled(launches: str, capability: int = HOPPER, timeout: float = 230.0) -> list[Compiled]:
+    """Return the kernels that a function of ``tests.kernels.compiled`` launches, compiled for a capability (90: Hopper,
+    100: Blackwell)."""
     if "TRITON" in os.environ and capability != HOPPER:
         # Triton 3.6 puts 40 bytes of a product on the stack of a consumer GPU; no other GPU is promised with it.
         pytest.skip("the oldest Triton is tested for Hopper only")
@@ -61,9 +61,9 @@ def compiled(module: str, capability: int = 90, timeout: float = 230.0) -> list[
     with tempfile.TemporaryDirectory(prefix="fp8dist-compiled-") as folder:
         environment["TRITON_CACHE_DIR"] = folder
         answer = Path(folder, "answer.json")
-        command = [sys.executable, "-m", "tests.support.ahead_of_time", module, str(capability), str(answer)]
+        command = [sys.executable, "-m", "tests.support.ahead_of_time", launches, str(capability), str(answer)]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
-        assert done.returncode == 0, f"{module} for sm_{capability}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, f"{launches} for sm_{capability}\n{done.stdout}\n{done.stderr}"
         return [Compiled(**one) for one in json.loads(answer.read_text())]
 
 
@@ -79,7 +79,7 @@ def table(kernels: list[Compiled]) -> str:
 
 
 class Compiler:
-    """Replaces Triton's launcher. ``case`` names the next kernels."""
+    """Replaces Triton's launcher."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -87,12 +87,10 @@ class Compiler:
         self.kernels: list[Compiled] = []
         self._examinations: dict[bytes, tuple[str, str]] = {}  # By machine code.
 
-    @contextmanager
-    def naming(self, case: str) -> Iterator[None]:
-        """Name the kernels that are launched inside ``case``."""
+    def launch(self, case: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a function, and name the kernels that it launches ``case``."""
         self.case = case
-        yield
-        self.case = ""
+        return function(*args, **options)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -172,13 +170,12 @@ def _tool(name: str, flag: str, cubin: bytes) -> str:
 def _main() -> None:
     import triton
 
-    module, capability, answer = sys.argv[1:]
+    launches, capability, answer = sys.argv[1:]
     wanted = os.environ.get("TRITON", triton.__version__)  # scripts/test-long compiles with two versions.
     assert triton.__version__ == wanted, f"Triton is {triton.__version__}, expected {wanted}"
     compiler = Compiler(int(capability))
     with compiler.installed():
-        name, _, function = module.partition(":")
-        getattr(importlib.import_module(name), function or "launch")(compiler)
+        getattr(importlib.import_module("tests.kernels.compiled"), launches)(compiler)
     Path(answer).write_text(json.dumps([asdict(one) for one in compiler.kernels]))
 
 
