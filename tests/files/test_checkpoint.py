@@ -215,7 +215,7 @@ def test_states_of_ranks_and_groups_stay_apart(tmp_path: Path, kind: str, amaxes
     assert (keys == [["shared"]] * 4) == (kind == "all share")
 
 
-def test_missing_keys(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_keys_and_another_history_length(caplog: pytest.LogCaptureFixture) -> None:
     """tests/state/test_storage.py has what does not fit, and damage."""
     managers = []
     for steps in (5, 1):
@@ -238,6 +238,11 @@ def test_missing_keys(caplog: pytest.LogCaptureFixture) -> None:
     assert state_of(manager) == before
     manager.load_state_dict({**others, "rank0": b"of another rank: not looked at", "shared": blob})
     assert state_of(manager) == state_of(saved)
+    for length in (1, 2, 4, 7):  # The newest amaxes are kept.
+        model = nn.Sequential(nn.Linear(16, 16))
+        other = fp8dist.prepare(model, DelayedScaling(history_len=length)).attach()
+        other.load_state_dict(saved.state_dict())
+        assert other.slot("0", "input").amax_history.tolist() == ([0.0] * length + [3.0, 4.0, 5.0])[-length:]
 
 
 @on_ranks(2)
