@@ -263,6 +263,7 @@ DIFFERS = "after a divergence"
         # A divergence is in it.
         ([], [_diverged(8), _checked(9)], ["good", *[DIFFERS] * 2], "step 3"),
         ([], [AUDIT, _checked(9)], ["good", *[DIFFERS] * 2], "step 3"),
+        ([], [_diverged(6), {**SAVED[2], "step": 9}, _checked(9)], ["good", *[DIFFERS] * 3], "step 3"),  # Not over.
         # It is in step 6's, if it began at 5.
         ([], [_diverged(8), {**_back(6), "step": 5}, _checked(9)], ["good", DIFFERS], "step 3"),
         ([], [_diverged(8), _back(3), SAVED[2], _checked(9)], ["good"] * 2, "step 8"),
