@@ -190,6 +190,11 @@ def test_state_dumps(tmp_path: Path, capsys: Capture) -> None:
     assert "'0:weight'" in table
     assert str(tmp_path / "dump-2.safetensors") in table
     assert json.loads(printed(capsys, 0, "inspect", "--json", path.replace("{rank}", "2")))["entries"]
+    text = printed(capsys, 0, "inspect", path.replace("{rank}", "0"))
+    assert "step: 3" in text
+    row = next(line.split() for line in text.splitlines() if line.startswith("0:weight"))
+    assert float(row[1]) == pytest.approx(448 / float(row[2]), rel=1e-6)
+    assert "300x400" in printed(capsys, 0, "inspect", write(weights(), tmp_path / "w"))
     with pytest.raises(fp8dist.errors.CheckpointError):
         fp8dist.prepare(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))).load(path.replace("{rank}", "2"))
     (tmp_path / "dump-1.safetensors").unlink()
@@ -204,44 +209,22 @@ def test_state_dumps(tmp_path: Path, capsys: Capture) -> None:
     assert re.fullmatch(rf"fp8dist check: {flipped}: .*checksum.*\n", printed(capsys, 3, "check", path))
 
 
-def test_inspect_state_and_parameters(tmp_path: Path, capsys: Capture) -> None:
-    path = saved_states(tmp_path, 1, lambda rank, manager: None).replace("{rank}", "0")
-    text = printed(capsys, 0, "inspect", path)
-    assert "step: 3" in text
-    row = next(line.split() for line in text.splitlines() if line.startswith("0:weight"))
-    assert float(row[1]) == pytest.approx(448 / float(row[2]), rel=1e-6)
-    assert len(json.loads(printed(capsys, 0, "inspect", "--json", path))["entries"]) == 6
-    assert "300x400" in printed(capsys, 0, "inspect", write(weights(), tmp_path / "w"))
-
-
-def checkpoints(folder: Path, how: str, damage: Callable[[int, fp8dist.StateManager], None]) -> list[str]:
-    """Save two checkpoints of equal models and managers after ``damage``. Return their paths."""
-    paths = []
-    for number in range(2):
-        model, manager = trained()
-        damage(number, manager)
-        state = {"model": model.state_dict(), "fp8": manager.state_dict()}
-        paths.append(write(state, folder / f"checkpoint-{number}", how))
-    return paths
-
-
 @pytest.mark.parametrize("how", ["torch", "dcp"])
 def test_fp8_state_in_a_checkpoint_is_compared_and_shown_slot_by_slot(
     how: str, tmp_path: Path, capsys: Capture
 ) -> None:
-    def damage(number: int, manager: fp8dist.StateManager) -> None:
-        if number == 1:
+    paths = []
+    for name in ("one", "same", "damaged"):
+        model, manager = trained()
+        if name == "damaged":
             manager.slot("0", "weight").scale.mul_(2)
             manager._syncs[0].arena.history[3, 0] = 7.0
-
-    equal, damaged = tmp_path / "equal", tmp_path / "damaged"
-    for folder in (equal, damaged):
-        folder.mkdir()
-    paths = checkpoints(equal, how, lambda number, manager: None)
+        paths.append(write({"model": model.state_dict(), "fp8": manager.state_dict()}, tmp_path / name, how))
+    *paths, damaged = paths
     code, report = check(capsys, *paths)
     counts = {"amax": 6, "cold": 6, "counters": 6, "history": 6, "scale": 6, "step": 1, "parameter": 4}
     assert (code, dict(report["compared"])) == (0, counts)
-    code, report = check(capsys, *checkpoints(damaged, how, damage))
+    code, report = check(capsys, paths[0], damaged)
     assert code == 1
     assert [(f["kind"], f["name"], f["field"]) for f in report["findings"]] == [
         ("scale", "fp8.shared.0:weight", "scale"),

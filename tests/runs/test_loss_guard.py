@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from itertools import count
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -168,25 +169,6 @@ def test_stop_raises_at_each_alarm() -> None:
     assert (copy.alarm, str(copy)) == (caught.value.alarm, str(caught.value))
 
 
-def test_fallback_sets_high_precision() -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
-    manager = fp8dist.prepare(net, fp8dist.DelayedScaling(history_len=4))
-    manager.attach()
-    guard = LossGuard("fallback", manager=manager, steps=2)
-    high = []
-    with captured_log() as log:
-        for loss in (1.0, math.nan, 1.0, 1.0, 1.0):
-            net(torch.ones(4, 16)).sum().backward()
-            guard.observe(loss)
-            manager.step()
-            high.append((manager.slot("0", "input").high_precision, manager.slot("1", "input").high_precision))
-    everything = ("fprop", "dgrad", "wgrad")
-    # Read after each step: steps 3 and 4 run in high precision.
-    assert high == [((), ()), *[(everything, everything)] * 2, ((), ()), ((), ())]
-    ((_, message),) = log
-    assert message.endswith("; 2 steps follow in high precision")
-
-
 def test_a_resumed_guard_decides_as_an_unbroken_one() -> None:
     generator = random.Random(3)
     losses = noisy(2.0, 0.1, 400, seed=3)
@@ -252,16 +234,6 @@ def test_mistakes() -> None:
             LossGuard(**options)
 
 
-class Switch:
-    """Stands in for a manager and records the calls that set its precision."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, str, int | None]] = []
-
-    def set_precision(self, pattern: str, precision: str, gemms: Any = None, steps: int | None = None) -> None:
-        self.calls.append((pattern, precision, steps))
-
-
 @pytest.mark.parametrize(
     ("odd", "mesh", "text"),
     [
@@ -274,15 +246,14 @@ def test_what_one_rank_meets_all_ranks_act_on(odd: float, mesh: bool, text: str)
     """Rank 1 alone observes the loss ``odd`` at steps 13 and 14."""
     group: Any = init_device_mesh("cpu", (2,)) if mesh else dist.group.WORLD
     called: list[LossAlarm] = []
-    switch = Switch()
+    switch = mock.Mock()
     guards: dict[str, LossGuard] = {
         "warn": LossGuard("warn", mean_over=group),
         "call": LossGuard(called.append, mean_over=group),
         "fallback": LossGuard("fallback", mean_over=group, manager=switch),
         "stop": LossGuard("stop", mean_over=group),
     }
-    first: dict[str, str] = {}
-    stopped = 0
+    first, stopped = dict[str, str](), 0
     with captured_log() as log, counted_collectives() as calls:
         for step in range(1, 16):
             loss = odd if dist.get_rank() == 1 and step in (13, 14) else 2.0 + dist.get_rank()
@@ -297,11 +268,11 @@ def test_what_one_rank_meets_all_ranks_act_on(odd: float, mesh: bool, text: str)
     assert first == dict.fromkeys(guards, text)
     assert stopped == 2  # At each alarm; the others act once for alarms in a row.
     assert [str(alarm) for alarm in called] == [text]
-    assert switch.calls == [("*", "high", 101)]
+    switch.set_precision.assert_called_once_with("*", "high", steps=101)  # In a job: test_main_job_precision.py.
     assert (set(calls.names), len(calls.names), set(calls.sizes)) == ({"all_reduce"}, 15 * 4, {8})
     same_on_all_ranks(repr(guards["warn"].state_dict()))
-    logged = [message.split(";")[0] for _, message in log]
-    assert logged == ([f"fp8dist: {text}"] * 3 if dist.get_rank() == 0 else [])
+    ends = ("", "; list.append is called", "; 100 steps follow in high precision")
+    assert [message for _, message in log] == [f"fp8dist: {text}{end}" for end in ends if dist.get_rank() == 0]
 
 
 @on_ranks(2)
@@ -519,12 +490,16 @@ def test_a_skipped_step_leaves_parameters_and_state_alone(name: str) -> None:
 def test_an_alarm_is_for_one_step() -> None:
     """A step without an observed loss runs. So does a step after an alarm whose own step the loop never ran."""
     loop = Loop(make=OPTIMIZERS["sgd momentum"], shown=[50.0, 50.0, 1.0])
+    around = Loop(make=lambda p: [inner := OPTIMIZERS["sgd momentum"](p), Around(inner)], shown=[50.0])
+    around.take_step = around.optimizers[1].step
     with captured_log():
         assert loop.run("forward backward observe step", 1) == [False]
         assert loop.run("step", 1) == [True]
         assert loop.run("forward backward observe", 1) == [False]
         assert loop.run("zero forward backward observe step", 1) == [True]
+        assert around.run("forward backward observe step", 1) == [False]
     assert loop.guard.alarms == 2
+    assert around.run("step", 1) == [True]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Raised by torch itself.
@@ -549,18 +524,6 @@ def test_a_loop_skips_the_update_of_an_alarm(options: dict[str, Any], order: str
         assert loop.manager.steps == 4
         inputs = [float((batch(0, i)[0] * (1000 if i == 2 else 1)).abs().max()) for i in range(4)]
         assert histories(loop.manager)["first", "input"] == inputs
-
-
-def test_an_optimizer_inside_another() -> None:
-    def two(parameters: list[nn.Parameter]) -> list[Optimizer]:
-        inner = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-        return [inner, Around(inner)]
-
-    loop = Loop(make=two, shown=[50.0])
-    loop.take_step = loop.optimizers[1].step
-    with captured_log():
-        assert loop.run("forward backward observe step", 1) == [False]
-    assert loop.run("step", 1) == [True]
 
 
 @pytest.mark.parametrize(
@@ -627,16 +590,12 @@ def test_what_is_in_time_is_in_time() -> None:
         with captured_log() as log:
             loop.run(RIGHT[order], times=3)
         assert log == []
-
-
-def test_optimizers_that_take_turns() -> None:
-    """Each step belongs to one optimizer; the other still has old gradients."""
+    # Optimizers that take turns: each step belongs to one; the other still has old gradients.
     net = make_net()
-    half = torch.optim.SGD(net.first.parameters(), lr=0.1)
-    other = torch.optim.SGD(net.last.parameters(), lr=0.1)
-    guard = LossGuard("skip", optimizer=[half, other])
+    both = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (net.first, net.last)]
+    guard = LossGuard("skip", optimizer=both)
     for index in range(6):
-        optimizer = (half, other)[index % 2]
+        optimizer = both[index % 2]
         loss = loss_of(net, *batch(0, index))
         loss.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
         guard.observe(float(loss.detach()))
@@ -666,10 +625,7 @@ def test_what_is_late_is_an_error_or_a_warning() -> None:
     with captured_log() as log:
         Loop("warn", given=lambda optimizer: None).run(WRONG["usual"])
     assert log == []  # Without an optimizer nothing is noticed.
-
-
-def test_a_loss_older_than_the_step_is_late_even_where_losses_come_before_backward() -> None:
-    loop = Loop("skip")
+    loop = Loop("skip")  # Where losses come before backward, one that is older than the step is late.
     loop.run("forward observe backward step zero")
     loop.run("forward backward step zero", times=1)
     with pytest.raises(ConfigurationError, match=LATE):

@@ -136,7 +136,6 @@ class Training:
     def step(self, batch: dict[str, Tensor]) -> None:
         """Run a forward and a backward, as a loop does; draws numbers of Python and numpy."""
         tokens = batch.pop("tokens")  # A loop may take its batch apart.
-        self.seen = batch
         loss = nn.functional.cross_entropy(self.model(tokens), batch["targets"])
         (loss * (1 + random.random() + float(np.random.rand()))).backward()
 
@@ -170,9 +169,8 @@ class Training:
         self.steps += 1
 
     def replay(self, index: int = 0, **options: Any) -> fp8dist.ReplayReport:
-        """Replay a microbatch. ``options``: of ``fp8dist.replay``, or other parts of the batch."""
-        batch = {**self.data(index), **options.pop("also", {})}
-        return fp8dist.replay(self.model, self.step, batch, group=self.group, **options)
+        """Replay a microbatch. ``options``: of ``fp8dist.replay``."""
+        return fp8dist.replay(self.model, self.step, self.data(index), group=self.group, **options)
 
     def everything(self) -> dict[str, bytes]:
         """Return what a replay must leave as it was, exactly."""

@@ -16,13 +16,11 @@ from PIL import Image
 
 from fp8dist.cli.main import main
 from fp8dist.runs.report import rows as rows_module
-from fp8dist.runs.report.binned import SlotBins
-from fp8dist.runs.report.columns import NUMBERS, Columns
 from fp8dist.runs.report.numbers import read_run
 from fp8dist.runs.report.page import page_of
 from fp8dist.runs.report.raster import NOT_FINITE, NOTHING, PALETTE, heat_map_png, levels
 from fp8dist.runs.report.rows import rows_of
-from tests.support.runs import ROLES, header, lines, load, made_run
+from tests.support.runs import header, lines, load, made_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pages of reports")]  # One process imports Bokeh.
 
@@ -190,18 +188,6 @@ def test_cells_and_rows_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     names = [row.name for row in many.rows if row.role == "input"]
     assert names.index("blocks.2.up:input") < names.index("blocks.10.up:input")
     assert many.roles() == ["input", "weight", "grad_output"]
-
-
-@pytest.mark.long
-def test_10_000_steps_of_700_slots_stay_below_8_mb(tmp_path: Path) -> None:
-    rng, slots = np.random.default_rng(0), SlotBins()
-    names = {f"model.layers.{i // 21}.part_of_the_layer_{i % 21 // 3}:{ROLES[i % 3]}": i for i in range(700)}
-    slots.names.update(names)
-    for step in range(10, 10_001, 10):
-        numbers = {name: rng.random(700).astype(np.float32).astype(float) for name in NUMBERS}
-        slots.add(Columns(np.full(700, step), np.arange(700), numbers, ()))
-    run = read_run(made_run(tmp_path / "run", steps=10_000, every=100, layers=1))
-    assert 4_000_000 < len(page_of(run._replace(slots=slots))) < 8_000_000
 
 
 Capture = pytest.CaptureFixture[str]
