@@ -49,7 +49,6 @@ class Job:
         return loss.detach()
 
     def end(self) -> None:
-        """End a step."""
         self.seen.append(gradient_bits(self.net))
         self.optimizer.step()
         self.optimizer.zero_grad()

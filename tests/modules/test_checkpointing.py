@@ -80,8 +80,6 @@ class Block(nn.Module):
 
 
 class Mixing(nn.Module):
-    """A block with experts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.experts = Experts(hidden=32, inner=32)
@@ -311,7 +309,6 @@ def test_experts_compute_as_they_did(kind: str) -> None:
 
 @crossed(block=list(BLOCKS)[:-1], kind=REPEATING)
 def test_a_forward_in_several_modes(block: str, kind: str) -> None:
-    """Each call of a module computes as it did."""
     more = ("high_backward", "retained") if kind in BOTH else ()
     assert_repeated(kind, ("in_flight", "evaluated_before", *more), BLOCKS[block])
 

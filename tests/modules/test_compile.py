@@ -50,8 +50,6 @@ selective: Run = partial(checkpointed, context_fn=partial(create_selective_check
 
 
 class Block(nn.Module):
-    """Two Linears, with irregular sizes and an operation in between."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(11)

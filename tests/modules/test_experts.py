@@ -24,7 +24,6 @@ from tests.support.training import bits
 
 
 def run(model: nn.Module, seed: int = 1) -> Tensor:
-    """Return the outputs of 16 rows."""
     index, weights = routes(16, 2, range(4), seed)
     out: Tensor = model(rows(16, 32, seed), index, weights)
     return out
@@ -230,7 +229,6 @@ def test_copies_pickles_checkpoints_and_restore() -> None:
 
 
 def test_fallback_of_one_expert() -> None:
-    """An expert whose input is not finite falls back on its own."""
     model = Mixture(Experts())
     manager = fp8dist.prepare(model, fallback=fp8dist.Fallback(steps=3))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)

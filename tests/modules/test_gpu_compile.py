@@ -21,8 +21,6 @@ STEPS, WARM = 10, 3
 
 
 class _Block(nn.Module):
-    """Two Linears with something between them."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(11)

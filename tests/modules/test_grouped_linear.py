@@ -53,7 +53,6 @@ class Pair:
             manager.attach(model, optimizer=optimizer)
 
     def micro(self, seed: int, among: tuple[int, ...], tokens: int = 23) -> None:
-        """Run a microbatch on both, and compare outputs and gradients."""
         seen = [_run(model, seed, among, tokens) for model in self.models]
         for name, ours, theirs in zip(("output", "input gradient", "route gradient"), *seen):
             assert bits(ours) == bits(theirs), f"{name} of microbatch {seed}"
@@ -90,7 +89,6 @@ class Pair:
         self.compare_state()
 
     def compare_state(self) -> None:
-        """Compare the state of all slots."""
         ours, theirs = map(state_of, self.managers)
         assert ours.keys() == theirs.keys()
         for slot in ours:
@@ -174,7 +172,6 @@ def test_float64_experts_in_high_precision(high: str) -> None:
 
 
 def test_calibration_and_modes() -> None:
-    """calibrate(), no_fp8() and evaluation."""
     pair = Pair(DelayedScaling(history_len=4), {})
     for mode in ("calibrate", "no_fp8"):
         for manager, model in zip(pair.managers, pair.models):

@@ -95,7 +95,6 @@ def test_plans_of_many_batch_sizes_are_forgotten() -> None:
 
 
 def flops(model: nn.Module, *inputs: Any) -> int:
-    """Return those of a forward and a backward."""
     with FlopCounterMode(display=False) as counter:
         model(*inputs).sum().backward()
     return int(counter.get_total_flops())

@@ -41,7 +41,6 @@ def slot(scale: float, cold: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cast(quantize: Callable[..., Any], x: Tensor, dtype: torch.dtype, scale: float, cold: bool, **options: Any) -> Any:
-    """Return the bits of everything that a cast returns or writes."""
     state = slot(scale, cold)
     options = {"record": True, "just_in_time": True, "margin": 0, "power_of_two": False, **options}
     return [bits(t) for t in (*quantize(x, *state, dtype, rows=True, columns=True, **options), *state)]

@@ -16,7 +16,6 @@ from tests.support.training import bits, gradient_bits, state_bits
 
 
 def stepped(**options: Any) -> tuple[nn.Linear, StateManager]:
-    """Return a module that has trained for a step."""
     torch.manual_seed(1)
     module = nn.Linear(48, 32)
     manager = fp8dist.prepare(module, DelayedScaling(history_len=4), **options)
@@ -27,7 +26,6 @@ def stepped(**options: Any) -> tuple[nn.Linear, StateManager]:
 
 
 def plain(module: nn.Linear) -> nn.Linear:
-    """Return an nn.Linear with the same parameters."""
     twin = nn.Linear(48, 32, bias=module.bias is not None)
     twin.load_state_dict(module.state_dict())
     return twin

@@ -38,7 +38,6 @@ class Run:
         self.steps(steps)
 
     def steps(self, count: int) -> list[float]:
-        """Train. Return the losses."""
         losses = []
         for _ in range(count):
             x, y = batch(0, self.done)
@@ -54,7 +53,6 @@ class Run:
         return self.fp8.slot(fqn, "input").high_precision
 
     def resume(self, saved: Run) -> None:
-        """Take over all state."""
         for part in ("net", "optimizer", "fp8"):
             getattr(self, part).load_state_dict(copy.deepcopy(getattr(saved, part).state_dict()))
         self.done = saved.done

@@ -58,7 +58,6 @@ def extremes(lines: int, width: int, seed: int) -> Tensor:
 
 
 def zeros(lines: int, width: int, seed: int) -> Tensor:
-    """Zeros of both signs."""
     return torch.zeros(lines, width, device=DEVICE) * torch.sign(spread(lines, width, seed))
 
 

@@ -90,7 +90,6 @@ def parallelize(model: Pair, layout: Layout) -> None:
 
 
 def parallel_pair(layout: Layout, **settings: Any) -> tuple[Pair, StateManager, dict[str, Tensor]]:
-    """Return model, manager and the whole parameters."""
     model = Pair(layout).to(layout.dtype)
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh_of((2,), ("tp",)), **settings)
@@ -100,7 +99,6 @@ def parallel_pair(layout: Layout, **settings: Any) -> tuple[Pair, StateManager, 
 
 
 def given(full: Tensor, placement: Placement) -> Tensor:
-    """Return this rank's part of a tensor."""
     return distribute_tensor(full.detach(), mesh_of((2,), ("tp",)), [placement]).to_local().clone()
 
 

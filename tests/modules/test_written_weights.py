@@ -30,7 +30,6 @@ more."""
 
 
 def error_of(net: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """Return the relative error of the output."""
     with torch.no_grad():
         expected = reference(x)
         return float((net(x) - expected).norm() / expected.norm())
