@@ -105,6 +105,9 @@ SAME = {
         reshard=False,
         overrides={"layers.3": DelayedScaling()},
     ),
+    "MX, kept by some": replace(
+        BLOCK, recipe=MXFP8Scaling(), overrides={"layers.3": "high"}, reshard="mixed", accumulate=2, no_sync=True
+    ),
     "mixed": replace(CURRENT, overrides={"last": DelayedScaling(), "blocks.0.*": "high"}),
 }
 RARE = {

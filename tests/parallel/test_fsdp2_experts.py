@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, MXFP8Scaling
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_weight import FP8Weight
 from tests.support.collectives import CountingAllGather, counted_collectives
@@ -47,18 +47,26 @@ JOBS = {
         dim=1, settings={"fallback": Fallback(saturated=0.9)}, shard={"reshard_after_forward": False}
     ),
     "current, rows": Job(recipe=CurrentScaling(), dim=1),
+    "MX": Job(recipe=MXFP8Scaling(), settings={"overrides": {"inlet": CurrentScaling()}}, inner=64),
+    "MX, transposed": Job(
+        recipe=MXFP8Scaling(),
+        settings={"overrides": {"inlet": CurrentScaling()}},
+        inner=64,
+        options={"transposed": True},
+        accumulate=2,
+    ),
     "blocks, transposed": Job(recipe=BlockScaling(), settings=INLET, options={"transposed": True}),
 }
 
 
-@pytest.mark.parametrize("name", few(JOBS, *(JOBS.keys() - {"high", "columns", "rows, measured, kept"})))
+@pytest.mark.parametrize("name", few(JOBS, *(JOBS.keys() - {"high", "columns", "rows, measured, kept", "MX"})))
 def test_experts_are_bitwise_as_under_ddp(two_ranks: RankPool, name: str) -> None:
     """Losses, parameters and FP8 state."""
     job = JOBS[name]
     ours = two_ranks.run(train, job)
     theirs = two_ranks.run(train, replace(job, parallel="ddp"))
-    # Under current scaling, only shards of a weight have scales.
-    compared = 2 if isinstance(job.recipe, CurrentScaling) else 4
+    # Under scales that follow each weight, only shards have them.
+    compared = 2 if isinstance(job.recipe, (CurrentScaling, MXFP8Scaling)) else 4
     assert [mine[:compared] for mine in ours] == [other[:compared] for other in theirs]
 
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import fp8dist
 from fp8dist import CurrentScaling, MXFP8Scaling
 from fp8dist.errors import ConfigurationError
-from tests.support import sharded, sharded_experts
+from tests.support import sharded_experts
 from tests.support.collectives import CountingAllGather
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sharded import full
 from tests.support.training import bits
 
@@ -26,23 +26,6 @@ pytestmark = pytest.mark.slow
 
 INLET = {"overrides": {"inlet": CurrentScaling()}}
 EXPERTS = sharded_experts.Job(recipe=MXFP8Scaling(), settings=INLET, inner=64)
-LINEARS = sharded.Job(recipe=MXFP8Scaling(), model="wide", steps=3, overrides={"layers.3": "high"})
-
-
-@pytest.mark.parametrize("job", [LINEARS, replace(LINEARS, reshard="mixed", accumulate=2, no_sync=True)])
-def test_linears_equal_ddp(two_ranks: RankPool, job: sharded.Job) -> None:
-    ours = two_ranks.run(sharded.train, job)
-    for mine, other in zip(ours, two_ranks.run(sharded.train, replace(job, parallel="ddp"))):
-        assert (mine.losses, mine.parameter_bits, mine.steps) == (other.losses, other.parameter_bits, other.steps)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_experts_equal_ddp(two_ranks: RankPool, transposed: bool) -> None:
-    job = replace(EXPERTS, options={"transposed": transposed}, accumulate=1 + transposed)
-    ours = two_ranks.run(sharded_experts.train, job)
-    assert [mine[:2] for mine in ours] == [
-        other[:2] for other in two_ranks.run(sharded_experts.train, replace(job, parallel="ddp"))
-    ]
 
 
 class Repeated(nn.Module):
