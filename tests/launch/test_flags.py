@@ -21,7 +21,7 @@ OF_THE_EXAMPLE = {
     "--keep 0": "--keep: must be at least 1",
     "--parallel fsdp3": "--parallel: invalid choice: 'fsdp3'",
     "--parallel none": "--parallel none is for one rank, got 2",
-    "--width 20": "a multiple of 16",
+    "--width 24 --heads 2": "a multiple of 16",
     "--heads 5": "--width 192 is not a multiple of --heads 5",
     "--recipe block --update next_step": "--update is for delayed scaling, got block",
     "--precision bf16 --audit-every 2": "--audit-every needs --precision fp8, got bf16",

@@ -78,6 +78,7 @@ def test_of_ranks_that_fail_together_the_cause_gives_the_status(monkeypatch: pyt
         ([5, 1], 1),  # The example job handles the error with exit 5.
         ([5, -15, 3], 3),
         ([1, -9], 128 + 9),
+        ([7, 1], 7),
         ([7, 3, 9], 3),  # The first failure wins.
         ([5, 5], 5),
         ([-15], 128 + 15),
