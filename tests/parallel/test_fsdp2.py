@@ -193,11 +193,20 @@ def _evaluation_first(run: Running) -> Tensor:
     return run.loss()
 
 
+def _evaluation_kept(run: Running) -> Tensor:
+    """What it has gathered must not be what the training forward multiplies."""
+    run.called.eval()
+    with torch.no_grad():
+        run.loss()
+    run.called.train()
+    return run.loss()
+
+
 def _in_mode(forwards: Callable[[Running], Tensor]) -> Callable[[Running], Any]:
     """Weights that have outgrown their scales, as AdamW's steps here make them, are cast by mode."""
 
     def program(run: Running) -> Any:
-        return [run.finish(forwards(run)) for _ in range(4)]
+        return [run.finish(forwards(run)) for _ in range(6)]
 
     return program
 
@@ -271,10 +280,13 @@ def _growing(run: Running) -> Any:
 
 
 NET, CURRENT_NET = Job(), replace(CURRENT, model="net")
+KEPT = Job(reshard=False, per_module=False)
 PROGRAMS: dict[str, tuple[Job, Callable[[Running], Any]]] = {
     "one Linear in eval": (NET, _in_mode(_part_in_eval)),
-    "an evaluation with grad in flight, kept": (Job(reshard=False), _in_mode(_evaluation_in_flight)),
-    "an evaluation with its own backward before": (NET, _in_mode(_evaluation_first)),
+    "one Linear in eval, kept": (KEPT, _in_mode(_part_in_eval)),
+    "an evaluation with grad in flight, kept": (KEPT, _in_mode(_evaluation_in_flight)),
+    "an evaluation before, kept": (KEPT, _in_mode(_evaluation_kept)),
+    "an evaluation with its own backward before, kept": (KEPT, _in_mode(_evaluation_first)),
     "manual boundaries": (NET, _manual),
     "two optimizers": (CURRENT_NET, _two_optimizers),
     "a step that the scaler skips": (replace(CURRENT_NET, optimizer="adamw_fused"), _scaled),
