@@ -371,3 +371,25 @@ def test_a_rank_with_other_recipes_is_named(other: str, odd: int) -> None:
         assert word in str(caught.value)
     net = make_net()
     fp8dist.prepare(net, group=dist.group.WORLD).attach(net, timeout=timedelta(seconds=4))
+
+
+@pytest.mark.parametrize(("name", "found_in"), [("current, one delayed", 2), ("current", 4)])
+@on_ranks(2)
+def test_a_rank_that_alone_changes_precision_is_found(name: str, found_in: int) -> None:
+    """At the next sync; by the next check if steps have no sync."""
+    recipe, overrides, _ = RECIPES[name]
+    run = Running(Job("ddp", recipe=recipe, overrides=overrides))
+    report, step = None, 0
+    with captured_log():
+        for step in range(4):
+            if step == 2 and dist.get_rank() == 1:
+                run.manager.set_precision("last", "high")
+            try:
+                run.step()
+            except DivergenceError as error:
+                report = error.report
+                break
+        else:
+            report, step = run.manager.check(policy="warn"), 4
+    assert report is not None
+    assert (step, {finding.kind for finding in report.findings}) == (found_in, {"manifest"})
