@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import fp8dist
 from fp8dist.cli.main import main
 from tests.support.runs import lines, made_run
 
@@ -103,3 +104,12 @@ def test_paths_that_are_relative_or_have_moved_with_the_run(
     folder = made_run(tmp_path / "diverged", steps=400, layers=1)
     made(folder, *(f"checkpoints/step-{step:08d}" for step in (100, 200, 300)))
     assert good(folder, capsys) == (0, f"{folder / 'checkpoints/step-00000200'}\n", "")
+
+
+def test_a_recorder_of_any_loop_writes_what_it_reads(tmp_path: Path, capsys: Capture) -> None:
+    (x,) = made(tmp_path, "x")
+    with fp8dist.Recorder(tmp_path / "run") as recorder:
+        recorder.log(1, loss=1.0)
+        recorder.event("saved", 1, path=x)
+        recorder.event("checked", 1, **ALL)
+    assert good(tmp_path / "run", capsys) == (0, f"{x}\n", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from fp8dist.errors import ConfigurationError, DivergenceError, ManifestMismatch
 from fp8dist.modules.overrides import High
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
+from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import POOLS, RankPool, on_ranks
 from tests.support.running import Running
 from tests.support.sharded import HISTORY, Job, Outcome, build, full, train
@@ -256,6 +258,20 @@ def test_join_refuses_what_would_hang() -> None:
     fp8dist.ddp.comm_hook(manager)
     with pytest.raises(ConfigurationError, match="comm_hook"):
         Join([ddp, manager])
+
+
+@on_ranks(2)
+def test_join_on_a_copy_of_a_ddp_model() -> None:
+    job, rank = SmallJob(), dist.get_rank()
+    twin = copy.deepcopy(job.called)
+    manager: Any = fp8dist.get_manager(twin)
+    manager.attach(twin)
+    with Join([twin, manager]):
+        for step in range(2 + rank):
+            twin(batch(rank, step)[0]).square().mean().backward()
+            manager.step()
+    assert (manager.steps, job.manager.steps) == (3, 0)
+    same_on_all_ranks(state_bits(manager))
 
 
 # Recipes ------------------------------------------------------------------------------------------------------------

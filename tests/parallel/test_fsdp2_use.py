@@ -29,7 +29,7 @@ from tests.support.ranks import RankPool, on_ranks
 from tests.support.running import Running
 from tests.support.sharded import Job, TiedEmbedding, fp8_linears, full, seeded, shard
 from tests.support.suite import few
-from tests.support.training import batch, bits
+from tests.support.training import batch, bits, state_bits
 
 pytestmark = pytest.mark.slow
 
@@ -334,6 +334,27 @@ def test_an_expert_of_one_rank_leaves_no_rank_alone(trouble: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert loss.isfinite()
+
+
+@on_ranks(2)
+def test_a_copy_made_before_sharding_has_its_own_state() -> None:
+    """FSDP2 cannot copy a sharded model."""
+    model = seeded("net")
+    manager = prepared(model, group=dist.group.WORLD)
+    twin = copy.deepcopy(model)
+    states = []
+    for one in (model, twin):
+        own: Any = fp8dist.get_manager(one)
+        called = shard(one)
+        own.attach(called, optimizer=(optimizer := torch.optim.SGD(called.parameters(), lr=0.1)))
+        for step in range(2):
+            x, y = batch(dist.get_rank(), step)
+            nn.functional.mse_loss(called(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(state_bits(own))
+    assert fp8dist.get_manager(model) is manager
+    assert states[0] == states[1] == state_bits(manager)
 
 
 @on_ranks(2)

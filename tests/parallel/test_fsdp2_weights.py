@@ -231,6 +231,21 @@ def test_scales_follow_weights_that_were_written_to(what: str) -> None:
     assert not run.manager.check().diverged
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_a_scale_that_is_set_before_a_backward_keeps_the_meaning_of_gathered_bytes(reshard: bool) -> None:
+    """Scaling by a power of two changes bytes only where subnormals are rounded."""
+    gradients = []
+    for change in (1.0, 0.25):
+        run = Running(Job(reshard=reshard))
+        loss = run.loss()
+        slot = run.manager.slot("last", "weight")
+        slot.set_scale(change * float(slot.scale))
+        loss.backward()
+        gradients.append(run.model.first.weight.grad.full_tensor())  # type: ignore[union-attr,operator]
+    assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < 0.02
+
+
 @pytest.mark.slow
 @on_ranks(3)
 def test_uneven_shards_share_a_scale() -> None:

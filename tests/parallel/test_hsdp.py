@@ -17,8 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
-from fp8dist.errors import ConfigurationError
+from fp8dist.errors import ConfigurationError, DivergenceError
 from tests.support.collectives import counted_collectives
+from tests.support.logs import captured_log
 from tests.support.meshes import (
     OPTIMIZERS,
     WORLD,
@@ -43,6 +44,7 @@ from tests.support.parallel import (
     whole,
 )
 from tests.support.ranks import RankPool, on_ranks
+from tests.support.states import state_of, without
 from tests.support.suite import NIGHTLY, few
 from tests.support.training import histories, state_bits
 
@@ -301,3 +303,40 @@ def test_training_goes_on_after_an_error(four_ranks: RankPool, name: str, how: s
     job = JOBS[name]
     unbroken = (replace(job, hook=""), how) if how == "backward" else (job, "")
     assert four_ranks.run(_interrupted, job, how) == four_ranks.run(_interrupted, *unbroken)
+
+
+def _damaged(job: Job) -> Any:
+    """Take six steps. Before the third, one scale of rank 3 is damaged."""
+    built = build(job)
+    reports, raised = list[Any](), []
+    built.manager.on_event(lambda event: reports.extend([event.report] if event.report else []))
+    for index in range(6):
+        if index == 2 and dist.get_rank() == 3:
+            built.manager.slot("blocks.1.up", "input").scale.mul_(2.0)
+        try:
+            with captured_log():
+                built.step(index)
+        except DivergenceError:
+            raised.append(index)
+            built.optimizer.zero_grad()
+    findings = [(f.step, f.kind, f.name, f.ranks, f.reference_rank) for report in reports for f in report.findings]
+    return findings, raised, without(state_of(built.manager), "saturated"), built.parameter_bits()
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "raised"),
+    [
+        # The hook launches the next sync before the last one's verdict is read.
+        ("DDP, hook, next_step", "raise", [3]),
+        ("FSDP1, hook", "warn", []),
+        pytest.param("HSDP", "raise", [2], marks=NIGHTLY),
+    ],
+)
+def test_a_damaged_scale_is_found_and_all_ranks_go_on_alike(
+    four_ranks: RankPool, name: str, policy: str, raised: list[int]
+) -> None:
+    results = four_ranks.run(_damaged, replace(JOBS[name], policy=policy))
+    for findings, raised_in, *shared in results:
+        assert findings == [(3, "scale", "blocks.1.up:input", (3,), 0)]
+        assert raised_in == raised
+        assert shared == list(results[0][2:])

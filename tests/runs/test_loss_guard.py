@@ -169,6 +169,18 @@ def test_stop_raises_at_each_alarm() -> None:
     assert (copy.alarm, str(copy)) == (caught.value.alarm, str(caught.value))
 
 
+def test_fallback_is_high_precision_for_some_steps() -> None:
+    net = nn.Linear(16, 16)
+    manager = fp8dist.prepare(net, fp8dist.DelayedScaling(history_len=4)).attach()
+    guard, high = LossGuard("fallback", manager=manager, steps=2), []
+    for loss in (1.0, NAN, 1.0, 1.0, 1.0):
+        net(torch.ones(4, 16)).sum().backward()
+        guard.observe(loss)
+        manager.step()
+        high.append(bool(manager.slot("", "input").high_precision))
+    assert high == [False, True, True, False, False]  # Read after each step: steps 3 and 4 are in high precision.
+
+
 def test_a_resumed_guard_decides_as_an_unbroken_one() -> None:
     generator = random.Random(3)
     losses = noisy(2.0, 0.1, 400, seed=3)
@@ -268,7 +280,7 @@ def test_what_one_rank_meets_all_ranks_act_on(odd: float, mesh: bool, text: str)
     assert first == dict.fromkeys(guards, text)
     assert stopped == 2  # At each alarm; the others act once for alarms in a row.
     assert [str(alarm) for alarm in called] == [text]
-    switch.set_precision.assert_called_once_with("*", "high", steps=101)  # In a job: test_main_job_precision.py.
+    switch.set_precision.assert_called_once_with("*", "high", steps=101)
     assert (set(calls.names), len(calls.names), set(calls.sizes)) == ({"all_reduce"}, 15 * 4, {8})
     same_on_all_ranks(repr(guards["warn"].state_dict()))
     ends = ("", "; list.append is called", "; 100 steps follow in high precision")
