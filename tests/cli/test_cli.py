@@ -479,6 +479,24 @@ def test_the_first_difference_of_traces_is_one_sentence(tmp_path: Path, capsys: 
     assert (report["files"], report["consistent"]) == (paths, False)
 
 
+@pytest.mark.long
+def test_across_ranks_each_brings_its_own_trace(tmp_path: Path) -> None:
+    check = ("-m", "fp8dist", "check", str(tmp_path / "{rank}"))
+    traced(tmp_path / "0")
+    traced(tmp_path / "1", 3.0)
+    run = torchrun(2, *check)
+    assert "exitcode  : 1" in run.stderr
+    assert run.stdout.count("the traces first part in the output of 'branch', call 1 (place 3 of the step)") == 1
+    (tmp_path / "1").write_bytes((tmp_path / "1").read_bytes()[:-1])
+    run = torchrun(2, *check)
+    assert "exitcode  : 3" in run.stderr
+    assert run.stderr.count(f"fp8dist check: rank 1: {tmp_path / '1'}: is truncated") == 1
+    write({"x": torch.zeros(2)}, tmp_path / "1")
+    run = torchrun(2, *check)
+    assert "exitcode  : 2" in run.stderr
+    assert "is a checkpoint, and others are traces" in run.stderr
+
+
 def test_traces_that_cannot_be_compared(tmp_path: Path, capsys: Capture) -> None:
     good, checkpoint = traced(tmp_path / "a"), write({"x": torch.zeros(2)}, tmp_path / "b.safetensors")
     for paths in ([good, checkpoint], [checkpoint, good]):
