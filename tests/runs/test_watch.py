@@ -192,7 +192,7 @@ def test_each_of_two_watches_has_its_steps() -> None:
 
 @pytest.mark.filterwarnings(r"ignore:fp8dist.watch.path=…. is now fp8dist.Recorder:FutureWarning")
 def test_mistakes_and_the_old_path(tmp_path: Path) -> None:
-    """Lines and a resume of the file: tests/runs/test_monitor.py."""
+    """Lines of the file: tests/runs/test_monitor.py."""
     net = make_net()
     manager = fp8dist.prepare(net)
     first, second = tmp_path / "s", tmp_path / "t"
@@ -215,6 +215,25 @@ def test_mistakes_and_the_old_path(tmp_path: Path) -> None:
         fp8dist.watch(manager, 3)
     fp8dist.restore(net)
     assert outputs() is None  # Its file is closed.
+
+
+@pytest.mark.filterwarnings(r"ignore:fp8dist.watch.path=…. is now fp8dist.Recorder:FutureWarning")
+def test_a_resume_goes_on_in_the_same_file_of_the_old_path(tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    saved: dict[str, Any] = {}
+    for path, first, last in ((whole, 0, 9), (part, 0, 5), (part, 5, 9)):
+        net = make_net()
+        manager = fp8dist.prepare(net, DELAYED)
+        fp8dist.watch(manager, 3, path, resume_after=first or None)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        manager.attach(optimizer=optimizer)
+        if first:
+            net.load_state_dict(saved["net"])
+            manager.load_state_dict(saved["fp8"])
+        train(net, optimizer, *range(first, last))
+        saved = {"net": net.state_dict(), "fp8": manager.state_dict()}
+        fp8dist.restore(net)
+    assert part.read_text() == whole.read_text() != ""
 
 
 @pytest.mark.parametrize(
