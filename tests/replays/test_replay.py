@@ -191,7 +191,7 @@ CAUSES = {
 @crossed(kind=["ddp", "fsdp2, fp8 gather"], cause=CAUSES)
 def test_each_cause_has_its_sentence(cause: str, kind: str, two_ranks: RankPool, three_ranks: RankPool) -> None:
     """Ranks that differ need a third one to be told apart; what one rank does alone needs no other. Of data with a NaN:
-    tests/launch/test_replays.py."""
+    tests/launch/test_faults.py."""
     wanted, module, words = CAUSES[cause]
     differ = wanted == "ranks differ"
     pools = [(two_ranks, 2), (three_ranks, 3)] if differ and kind == "ddp" else [(three_ranks, 3)]
