@@ -294,3 +294,23 @@ def test_ranks_that_do_the_same_agree_at_no_cost() -> None:
             assert run.high("branch") == high
             run.steps(1)
     assert len(calls.names) == 5
+
+
+def test_a_tied_weight_that_no_user_has_seen_comes_back_cold() -> None:
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    net[1].weight = net[0].weight
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4)).attach()
+
+    def step() -> None:
+        net(torch.ones(16, 16)).sum().backward()
+        manager.step()
+
+    for alone in (True, False):
+        step()
+        manager.set_precision("0" if alone else "*", "high")
+        step()
+        with captured_log():
+            manager.set_precision("0", "fp8")
+        assert (manager.slot("0", "weight").scale.item() == 1.0) == (not alone)
+        with captured_log():
+            manager.set_precision("*", "fp8")
