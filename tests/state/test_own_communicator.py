@@ -262,3 +262,26 @@ def test_a_backend_that_makes_no_partial_groups_keeps_the_given_one() -> None:
     with mock.patch.object(dist, "get_backend", return_value="mpi"):
         group.make_own("name", torch.device("cpu"))
     assert group.process_group is dist.group.WORLD
+
+
+@on_ranks(2)
+def test_a_part_of_a_bound_job_is_split_from_its_group() -> None:
+    """A job whose default group is bound to a device, as with NCCL: a subgroup is split from the given one."""
+    halves = [dist.new_group([rank]) for rank in range(2)]
+    both, mine = dist.new_group([0, 1]), halves[dist.get_rank()]
+    group = SyncGroup(mine)
+    bound = mock.Mock(bound_device_id=torch.device("cpu", 0))
+    with (
+        mock.patch("torch.distributed.distributed_c10d._get_default_group", return_value=bound),
+        mock.patch("torch.distributed.split_group", return_value=both) as split,
+        mock.patch.object(dist, "get_world_size", return_value=2),
+    ):
+        backend = mock.Mock(supports_splitting=False, options=None)
+        with mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=backend):
+            group.make_own("name", torch.device("cpu"))
+            assert split.call_args is None
+            assert group.process_group is mine
+            backend.supports_splitting = True
+            group.make_own("name", torch.device("cpu"))
+    assert split.call_args.args == (mine, [[0]])
+    assert group.process_group is both
