@@ -390,7 +390,6 @@ def test_a_rank_that_alone_changes_precision_is_found(name: str, found_in: int) 
                 run.step()
             except DivergenceError as error:
                 report = error.report
-
                 assert state_of(run.manager) == before  # What ranks count differently is not committed.
                 break
         else:
