@@ -111,6 +111,19 @@ def test_checks_are_numbered_anew_after_one_that_some_ranks_did_not_make() -> No
         assert not fp8dist.check(net, group=dist.group.WORLD).diverged
 
 
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_check_on_a_mesh_alone_communicates_nothing() -> None:
+    """Rank 1 checks alone, with a mesh of several axes that has no communicator yet."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp", "pp"))["tp", "pp"]
+    text = r"fp8dist\.check\(\) was not reached by all ranks within 1 s"
+    if dist.get_rank() == 1:
+        with mock.patch.object(SyncGroup, "timeout", timedelta(seconds=1)), pytest.raises(SyncError, match=text):
+            fp8dist.check(make_net(), group=mesh)
+    dist.barrier()
+    assert not fp8dist.check(make_net(), group=mesh).diverged
+
+
 @pytest.mark.parametrize("share", [False, True])
 @on_ranks(2)
 def test_the_life_of_a_communicator(share: bool) -> None:
