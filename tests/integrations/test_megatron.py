@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import fp8_linears
+from fp8dist.modules.linear_slots import LinearSlots
 from tests.integrations.contract import Adapter, Trainee, diverged, needs, require_masters, same, undisturbed
 from tests.support.logs import captured_log
 from tests.support.megatron import forward, gpt, gradients, initialize, optimized, with_stand_ins
@@ -410,6 +411,20 @@ def test_scales_follow_weights_that_main_parameters_are_copied_to(two_ranks: Ran
         assert losses == others
         assert same(kept, theirs)
         assert all(0.9 < fit < 1.2 for fit in fits)  # They follow the weight of one step ago.
+
+
+@with_stand_ins
+def _casts() -> int:
+    """Return the number of casts of weights in two steps."""
+    initialize(2)
+    job, cast = _job(**DISTRIBUTED), LinearSlots._cast_weight
+    with mock.patch.object(LinearSlots, "_cast_weight", autospec=True, side_effect=cast) as casts:
+        _train(job, range(2), 3)
+    return casts.call_count
+
+
+def test_weights_are_cast_once_a_step(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_casts) == [16, 16]
 
 
 @with_stand_ins

@@ -175,6 +175,22 @@ def test_a_difference_is_named(
 
 
 @with_stand_ins
+def _plant_in_a_tied_state() -> Any:
+    job = Job("tp 2, pp 2, tied")
+    job.backward()
+    job.optimizer.step()
+    if dist.get_rank() == 2:
+        job.inner[0].state[job.model.output_layer.weight]["exp_avg"][3, 5] += 1
+    report = fp8dist.check(job.ddp, optimizer=job.inner, policy="warn")
+    return [(f.kind, f.name, f.ranks, f.index) for f in report.findings]
+
+
+def test_states_of_tied_embeddings_are_told_apart(four_ranks: RankPool) -> None:
+    for found in four_ranks.run(_plant_in_a_tied_state):
+        assert found == [("optimizer", "Megatron's tied embeddings.exp_avg", (0, 2), (3, 5))]
+
+
+@with_stand_ins
 def _forget(layout: str, function: str, distributed: bool) -> Any:
     """Train with one of Megatron's reductions left out."""
     job = Job(layout, distributed)
@@ -292,3 +308,25 @@ def test_a_tied_embedding_that_only_one_stage_compares_is_not_waited_for(case: s
     )
     for report in four_ranks.run(_tied_on_one_side, case, timeout=40):
         assert [(f.kind, f.name, f.ranks) for f in report.findings] == expected
+
+
+@with_stand_ins
+def _own_module() -> Any:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    initialize(2)
+    config = gpt().config
+    torch.manual_seed(dist.get_rank() % 2)  # As many shards as there are tensor parallel ranks.
+    linear = ColumnParallelLinear(16, 32, config=config, init_method=nn.init.ones_, bias=False)
+    linear.weight.data.normal_()
+    norm = nn.ModuleDict({"linear": linear, "norm": nn.LayerNorm(4)})
+    return fp8dist.check(nn.Sequential(linear)).compared, fp8dist.check(norm, groups={"linear.*": None})
+
+
+def test_megatrons_layers_in_a_module_of_ones_own(four_ranks: RankPool) -> None:
+    for compared, left_out in four_ranks.run(_own_module):
+        assert compared == {"parameter": 1}
+        assert (left_out.compared, left_out.skipped) == (
+            {"parameter": 2},
+            ("1 parameters matching linear.*: left out",),
+        )

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist import DelayedScaling
+from fp8dist import CurrentScaling, DelayedScaling
 from fp8dist.errors import ConfigurationError
 from tests.support.collectives import counted_collectives
 from tests.support.parallel import same_on_all_ranks
@@ -79,6 +79,16 @@ def test_nothing_else_changes(gradients: bool, raises: bool) -> None:
     assert str(optimizer.state_dict()) == str(state)
     assert manager.metrics()["fp8/cold_slots"] == (cold if raises else 0)
     assert manager.steps == (0 if raises else 1)
+
+
+def test_recipes_without_state_have_nothing_to_calibrate() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net, CurrentScaling())
+    manager.attach(optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    before = everything(net)
+    with manager.calibrate():
+        loss_of(net, 0).backward()
+    assert everything(net) == before
 
 
 def test_amaxes_are_those_of_high_precision_passes() -> None:

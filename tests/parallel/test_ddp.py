@@ -30,6 +30,7 @@ from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import POOLS, RankPool, on_ranks
 from tests.support.running import Running
 from tests.support.sharded import HISTORY, Job, Outcome, build, full, train
+from tests.support.states import state_of
 from tests.support.suite import few
 from tests.support.training import (
     AmaxRecorder,
@@ -400,10 +401,12 @@ def test_a_rank_that_alone_changes_precision_is_found(name: str, found_in: int) 
         for step in range(4):
             if step == 2 and dist.get_rank() == 1:
                 run.manager.set_precision("last", "high")
+            before = state_of(run.manager)
             try:
                 run.step()
             except DivergenceError as error:
                 report = error.report
+                assert state_of(run.manager) == before  # What ranks count differently is not committed.
                 break
         else:
             report, step = run.manager.check(policy="warn"), 4

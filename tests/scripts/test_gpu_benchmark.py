@@ -15,15 +15,17 @@ import torch
 
 import fp8dist
 from fp8dist_kernels import GEMMS, direct
+from fp8dist_kernels.reference.magnitude import DID_NOT_RUN
 from fp8dist_kernels.reference.matmuls import Scaling, scaling_of
 from scripts.benchmarks.gpu import jobs, linears, matmuls, memory
 from scripts.benchmarks.gpu.kernels import run_part
-from scripts.benchmarks.gpu.lab import Case, Lab, geomean
+from scripts.benchmarks.gpu.lab import Case, Lab, geomean, same_bits
 from scripts.benchmarks.gpu.matmuls import AUTO, TRITON, Matmuls, Operands
 from scripts.benchmarks.gpu.memory import Memory
 from scripts.benchmarks.gpu.stopwatch import (
     FEWEST,
     MOST,
+    Action,
     Comparison,
     Ratio,
     Stopwatch,
@@ -323,3 +325,52 @@ def test_a_kernel_is_compared_with_what_moves_the_same_bytes(kernel: str, refere
     planned = memory.Planned(kernel, 64, 48, 3 if kernel == "digest" else 1)
     case = Memory().measure(Lab(Stopwatch(), smoke=True, seconds=0.0), planned)
     assert (set(case["timings"]), case["reference"]) == ({"fp8dist", reference}, reference)
+
+
+def test_same_bits_are_equal_but_for_codes_of_nan() -> None:
+    x = torch.tensor([[0.0, float("nan")], [1.0, 2.0]])
+    assert same_bits(x, x.clone())
+    for other in (x * torch.tensor([[-1.0, 1.0], [1.0, 1.0]]), x.double(), x[:1]):
+        assert not same_bits(x, other)
+    codes = torch.tensor([0x7F, 0xFF, 0x01], dtype=torch.uint8)
+    assert same_bits(codes.view(torch.float8_e4m3fn), codes[[1, 0, 2]].view(torch.float8_e4m3fn))
+
+
+class Noting(Stopwatch):
+    """Records the pending amaxes of the slots at the start of each action."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[torch.Tensor] = []
+        self.noted: list[float] = []
+
+    def rounds(self, actions: Sequence[Action], *arguments: Any, **options: Any) -> list[list[float]]:
+        def noting(action: Action) -> None:
+            self.noted += [float(pending.max()) for pending in self.pending]
+            action()
+
+        return super().rounds([functools.partial(noting, action) for action in actions], *arguments, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["cast_transpose_amax", "amax", "linears"])
+def test_what_is_timed_records_its_amaxes(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel skips the recording if the amax is known: its times would be too short."""
+    stopwatch = Noting()
+    lab = Lab(stopwatch, smoke=True, seconds=0.0)
+    module, name = (linears, "prepared") if kernel == "linears" else (memory, "_MEASURES")
+    make = linears.prepared if kernel == "linears" else memory._MEASURES[kernel]
+
+    def noted(*arguments: Any) -> Any:
+        made = make(*arguments)  # type: ignore[operator]
+        stopwatch.pending += made.pending if kernel == "linears" else arguments[1:]
+        return made
+
+    monkeypatch.setattr(module, name, noted if kernel == "linears" else {kernel: noted})
+    if kernel == "linears":
+        part = linears.Linears()
+        case = part.measure(lab, part.plan(lab)[0])
+    else:
+        case = Memory().measure(lab, memory.Planned(kernel, 16, 32))
+    assert "problem" not in case
+    assert set(stopwatch.noted) == {DID_NOT_RUN}

@@ -180,6 +180,15 @@ def test_mistakes() -> None:
             Fallback(**arguments)  # type: ignore[arg-type]
 
 
+def test_a_policy_leaves_current_scaling_without_scales_to_exceed() -> None:
+    job = Job(CurrentScaling(), Fallback(steps=2))
+    for factor in (1, 10, 1000):
+        job.hurt[job.done + 1] = lambda x, factor=factor: x * factor
+        job.train()
+    assert job.manager.metrics()["fp8/saturated_amaxes"] == 0
+    assert {job.manager.slot(*slot).scale.item() for slot in job.manager.slots} == {1.0}
+
+
 @pytest.mark.parametrize(("recipe", "how"), [(RECIPES[0], outlier), (RECIPES[0], faint), (RECIPES[1], faint)])
 @on_ranks(2)
 def test_an_outlier_on_one_rank_sends_the_module_back_on_all(recipe: Recipe, how: Any) -> None:

@@ -111,6 +111,19 @@ def test_checks_are_numbered_anew_after_one_that_some_ranks_did_not_make() -> No
         assert not fp8dist.check(net, group=dist.group.WORLD).diverged
 
 
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_check_on_a_mesh_alone_communicates_nothing() -> None:
+    """Rank 1 checks alone, with a mesh of several axes that has no communicator yet."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp", "pp"))["tp", "pp"]
+    text = r"fp8dist\.check\(\) was not reached by all ranks within 1 s"
+    if dist.get_rank() == 1:
+        with mock.patch.object(SyncGroup, "timeout", timedelta(seconds=1)), pytest.raises(SyncError, match=text):
+            fp8dist.check(make_net(), group=mesh)
+    dist.barrier()
+    assert not fp8dist.check(make_net(), group=mesh).diverged
+
+
 @pytest.mark.parametrize("share", [False, True])
 @on_ranks(2)
 def test_the_life_of_a_communicator(share: bool) -> None:
@@ -262,3 +275,26 @@ def test_a_backend_that_makes_no_partial_groups_keeps_the_given_one() -> None:
     with mock.patch.object(dist, "get_backend", return_value="mpi"):
         group.make_own("name", torch.device("cpu"))
     assert group.process_group is dist.group.WORLD
+
+
+@on_ranks(2)
+def test_a_part_of_a_bound_job_is_split_from_its_group() -> None:
+    """A job whose default group is bound to a device, as with NCCL: a subgroup is split from the given one."""
+    halves = [dist.new_group([rank]) for rank in range(2)]
+    both, mine = dist.new_group([0, 1]), halves[dist.get_rank()]
+    group = SyncGroup(mine)
+    bound = mock.Mock(bound_device_id=torch.device("cpu", 0))
+    with (
+        mock.patch("torch.distributed.distributed_c10d._get_default_group", return_value=bound),
+        mock.patch("torch.distributed.split_group", return_value=both) as split,
+        mock.patch.object(dist, "get_world_size", return_value=2),
+    ):
+        backend = mock.Mock(supports_splitting=False, options=None)
+        with mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=backend):
+            group.make_own("name", torch.device("cpu"))
+            assert split.call_args is None
+            assert group.process_group is mine
+            backend.supports_splitting = True
+            group.make_own("name", torch.device("cpu"))
+    assert split.call_args.args == (mine, [[0]])
+    assert group.process_group is both
