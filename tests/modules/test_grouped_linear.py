@@ -265,3 +265,32 @@ def test_expanded_and_strided_tensors_in_high_precision() -> None:
             out.sum().backward()
             seen.append((bits(out), bits(leaf.grad.contiguous()), bits(experts.gate_up_proj.grad)))
     assert seen[:2] == seen[2:]
+
+
+@pytest.mark.slow
+def test_kernels_give_the_bits_of_their_twins() -> None:
+    """In the casts and observations as they are called here. Products of powers of two are exact in both."""
+    outcomes = []
+    for backend in ("reference", "triton"):
+        model = Mixture(Experts(3, 16, 16, gate=False))
+        recipe = DelayedScaling(history_len=2, power_of_two=True)
+        manager = fp8dist.prepare(model, recipe, backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
+        manager.attach(model, optimizer=optimizer)
+        experts: Any = model.experts
+        experts.up_proj.data.copy_(experts.up_proj.detach().sign())
+        manager.refresh_weights()
+        seen = []
+        for step in range(3):
+            if step == 2:
+                manager.set_precision("experts.up.1", "high", steps=2)
+            x = torch.cat([rows(5, 16, step).round(), torch.full((2, 16), torch.nan)]).requires_grad_()
+            ends = torch.tensor([2, 4, 5] if step else [0, 4, 5], dtype=torch.int32)
+            out = fp8dist.grouped_linear(x, experts.up_proj, ends, experts.fp8_products["up_proj"])
+            out.backward(rows(7, 16, step).round())
+            assert x.grad is not None
+            seen += [bits(out), bits(x.grad), bits(experts.up_proj.grad)]
+            optimizer.step()
+            optimizer.zero_grad()
+        outcomes.append((seen, state_of(manager)))
+    assert outcomes[0] == outcomes[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -401,3 +402,62 @@ def frozen_first(case: Case) -> None:
 @scenario("trained before attach", NOT_SILENT, "attach")
 def trained_before(case: Case) -> None:
     case.build().train(3).attach().train().judge(STEPS)
+
+
+@scenario("a phase with an optimizer of another class", RAISED, "SGD", *RECREATED[1:])
+def another_class(case: Case) -> None:
+    case.attached().train(3).train(optimizer=torch.optim.SGD(case.called.parameters(), lr=0.5))
+
+
+@scenario("a deep copy's manager is attached to the original's optimizer", SAID, "optimizer")
+def copy_with_old_optimizer(case: Case) -> None:
+    case.called = copy.deepcopy(case.attached().train(3).called)
+    case.manager = fp8dist.get_manager(case.called)
+    case.attach().train()
+
+
+def every(n: int, call: Callable[[], Any]) -> Callable[[], None]:
+    """Return a function whose every n-th call calls ``call``."""
+    count = itertools.count(1)
+    return lambda: call() if next(count) % n == 0 else None
+
+
+@scenario("manager.step() only every fourth step", RAISED, REMEDY[1])
+def every_fourth(case: Case) -> None:
+    case.build().attach(boundary="manual").train(after=every(4, case.manager.step))
+
+
+@scenario("frozen at attach, trained later by an optimizer of its own", RAISED, "AdamW", *REMEDY)
+def frozen_first_own_optimizer(case: Case) -> None:
+    net = case.build(make=lambda net: adamw(net.down)).called
+    net.up.requires_grad_(False)
+    case.attach().train(3)
+    net.up.requires_grad_(True)
+    net.down.requires_grad_(False)
+    case.train(optimizer=adamw(net.up))
+
+
+@scenario("LBFGS with a closure, re-created", RAISED, "LBFGS", *REMEDY)
+def lbfgs_recreated(case: Case) -> None:
+    def lbfgs(net: nn.Module) -> torch.optim.LBFGS:
+        return torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+
+    new = lbfgs(case.attached(make=lbfgs).called)
+
+    def closure() -> Tensor:
+        new.zero_grad()
+        return case.backward()
+
+    for _ in range(STEPS):
+        new.step(closure)  # type: ignore[arg-type]
+
+
+@scenario('boundary="manual", and no manager.step()', RAISED, REMEDY[1])
+def no_manual_boundary(case: Case) -> None:
+    case.build().attach(boundary="manual").train()
+
+
+@scenario("two optimizers are attached, the second steps every fourth step", RAISED, "AdamW", *REMEDY)
+def second_of_two_every_fourth(case: Case) -> None:
+    first, second = (adamw(part) for part in case.build().called.children())
+    case.attach(optimizer=[first, second]).train(optimizer=first, after=every(4, second.step))
