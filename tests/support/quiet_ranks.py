@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8dist
 from fp8dist import DelayedScaling
-from tests.support.quiet import HISTORY, Loop, Trial, batch, fp8_bits, mlp, take
+from tests.support.quiet import HISTORY, Loop, Trial, batch, fp8_bits, mlp, state_is_right, take
 from tests.support.scenarios import Scenarios
 from tests.support.sharded import full
 
@@ -202,6 +202,31 @@ def fsdp2_optimizer_state_is_read(where: str) -> Any:
     train_sharded(trial, optimizer, STEPS)
     trial.accurate()
     assert trial.manager.steps == before + STEPS
+    return fp8_bits(trial.manager)
+
+
+@SCENARIOS.program
+def fsdp2_ema_swapped_in_and_out() -> Any:
+    """Swap sharded parameters for an evaluation. A gathered weight that was written to may get a new scale."""
+    trial = sharded_trial()
+    optimizer = trial.adamw()
+    trial.manager.attach(trial.net, optimizer=optimizer)
+    average = [p.detach().clone() for p in trial.net.parameters()]
+    for step in range(STEPS):
+        train_sharded(trial, optimizer, 1, step)
+        with torch.no_grad():
+            mine = [p.detach().clone() for p in trial.net.parameters()]
+            for mean, p in zip(average, trial.net.parameters()):
+                mean.lerp_(p.detach(), 0.5)
+                p.copy_(mean)
+            weights = full(trial.net)
+            trial.net.eval()
+            trial.compare(trial.net(batch(0)[0]), batch(0)[0], weights)
+            trial.net.train()
+            for old, p in zip(mine, trial.net.parameters()):
+                p.copy_(old)
+    trial.accurate()
+    state_is_right(trial.manager, STEPS, lambda fqn, role: role != "weight")
     return fp8_bits(trial.manager)
 
 
