@@ -25,6 +25,7 @@ from tests.support.quiet import (
     batch,
     fp8_bits,
     mlp,
+    off,
     state_is_right,
     take,
     weight_bits,
@@ -271,3 +272,33 @@ SCENARIOS.table(
         ),
     }
 )
+
+
+class Generated(nn.Module):
+    """A generator and a discriminator in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g, self.d = mlp(32, 64, 32), mlp(32, 64, 16)
+
+
+@SCENARIOS.program
+def gan_with_one_manager() -> None:
+    """D and G alternate, and G's step comes last."""
+    both = Generated()
+    trial = Trial(both, judged=False)
+    of_d, of_g = AdamW(both.d.parameters(), lr=0.003), AdamW(both.g.parameters(), lr=0.003)
+    trial.attach(of_d, of_g)
+    for index in range(STEPS):
+        noise, real = batch(index)[0], batch(index + 1)[0]
+        (both.d(both.g(noise).detach()).mean() - both.d(real).mean()).backward()
+        take(of_d)
+        (-both.d(both.g(noise)).mean()).backward()
+        take(of_g)
+        of_d.zero_grad()
+    for part, twin in ((both.g, trial.twin.g), (both.d, trial.twin.d)):
+        twin.load_state_dict(part.state_dict())
+        with torch.no_grad():
+            trial.errors.append(off(part(batch(0)[0]), twin(batch(0)[0])))
+    trial.accurate()
+    state_is_right(trial.manager, STEPS)

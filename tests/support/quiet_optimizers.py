@@ -29,6 +29,46 @@ from tests.support.scenarios import Scenarios
 SCENARIOS = Scenarios()
 
 
+class ScheduleFree(Optimizer):
+    """Trains at one point and evaluates at another: ``train()`` and ``eval()`` write to the weights."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "training": True})
+
+    @torch.no_grad()
+    def _move(self, weight: Callable[[float], float], training: bool) -> None:
+        for group in self.param_groups:
+            if group["training"] != training:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight(group["beta"]))
+                group["training"] = training
+
+    def eval(self) -> None:
+        self._move(lambda beta: 1 - 1 / beta, False)
+
+    def train(self) -> None:
+        self._move(lambda beta: 1 - beta, True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                z, part = self.state[p].setdefault("z", p.detach().clone()), 1 / group["k"]
+                p.lerp_(z, part).add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - part) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+def schedule_free(trial: Trial, index: int) -> None:
+    trial.train(trial.optimizer, 1, start=index)
+    for part in (trial.net, trial.optimizer):
+        part.eval()
+    trial.evaluate()
+    for part in (trial.net, trial.optimizer):
+        part.train()
+
+
 class Sam(Optimizer):
     """Sharpness-aware minimisation, as in its widespread public implementation."""
 
@@ -106,6 +146,9 @@ SCENARIOS.table(
             f"AdamW: {options}": Loop(make=partial(Trial.adamw, **options))
             for options in ({"lr": torch.tensor(0.01), "foreach": False}, {"fused": True})
         },
+        "schedule-free": Loop(
+            make=lambda trial: ScheduleFree(trial.parameters()), backward=nothing, step=schedule_free
+        ),
         "Adagrad, which makes its state before the first step": Loop(make=lambda trial: Adagrad(trial.parameters())),
         "gradients that are not in .grad": Loop(
             make=lambda trial: GradientsElsewhere(trial.parameters(), lr=0.1), backward=into_main_grad
