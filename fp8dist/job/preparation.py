@@ -109,8 +109,8 @@ def prepare(
             (dequantised float32 products), or "auto": "reference" on a CPU; on a GPU Triton, and
             ``torch._scaled_mm`` for products that the table for this GPU does not show to be faster in Triton.
         eval_precision: precision in ``eval()``: "fp8" or "high".
-        fp8_all_gather: FSDP2 (``fully_shard``) gathers the weights of FP8Linears as FP8 bytes, half the bytes of bf16.
-            Needs ``amax_sync``. Not with ``RowwiseScaling`` or ``NVFP4Scaling``. ``no_fp8()`` and
+        fp8_all_gather: FSDP2 (``fully_shard``) gathers the weights of FP8Linears as FP8 bytes, half of bf16's (MXFP8:
+            three quarters). Needs ``amax_sync``. Not with ``RowwiseScaling`` or ``NVFP4Scaling``. ``no_fp8()`` and
             ``calibrate()`` dequantise them.
         overrides: recipes, or "high" for high precision, by fqn pattern: ``{"blocks.0.*": CurrentScaling()}``. The
             first match counts. A recipe overrides ``skip``. A ``DelayedScaling`` that differs from ``recipe`` has its

@@ -97,8 +97,8 @@ class FP8Weight(Tensor):
             if held.columns is None or held.columns_inv_scale is None:
                 raise ConfigurationError(
                     "MXFP8Scaling: this backward uses a weight as FSDP2 gathered it for a forward, without the copy "
-                    "for dgrad. A forward that reshards gathers one copy, and the backward gathers both: do not free "
-                    "or gather weights between them by hand, or leave fp8_all_gather out"
+                    "for dgrad, which the gather of a backward brings: leave set_unshard_in_backward() at True, or "
+                    "leave fp8_all_gather out"
                 )
             fp8, inv_scale = held.columns, held.columns_inv_scale
         if self._flipped:
