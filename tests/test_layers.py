@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -11,6 +12,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from fp8dist.integrations.stacks import TESTED
+
+pytestmark = pytest.mark.xdist_group("layers")  # One process parses all files.
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,6 +46,7 @@ def sources() -> list[tuple[str, Path]]:
     return found
 
 
+@functools.cache
 def imports(tree: ast.Module) -> set[str]:
     """Return our modules that a file imports, including imports in functions and for type checkers."""
     found: set[str] = set()
@@ -81,7 +87,8 @@ def test_imports_go_one_way(trees: list[tuple[str, Path, ast.Module]]) -> None:
 
 @pytest.mark.slow
 def test_the_core_loads_no_tool() -> None:
-    """All names of the core are used in a process of its own, and a model trains."""
+    """All names of the core are used in a process of its own, and a model trains. Then all other public names are
+    used: they load no trainer, and no program that metrics are sent to."""
     program = (
         "import fp8dist, sys, torch\n"
         "from fp8dist.job import public\n"
@@ -94,13 +101,19 @@ def test_the_core_loads_no_tool() -> None:
         "optimizer.step()\n"
         "manager.check(policy='warn')\n"
         "manager.load_state_dict(manager.state_dict())\n"
-        "print(*sorted(name for name in sys.modules if name.startswith('fp8dist.')))\n"
+        "print(*(name for name in sys.modules if name.startswith('fp8dist.')))\n"
+        "import fp8dist.cli.commands, fp8dist.exporters\n"
+        "used = [getattr(fp8dist, name) for name in fp8dist.__all__]\n"
+        "print(*sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    loaded = done.stdout.split()
+    loaded, later = map(str.split, done.stdout.splitlines())
     assert len(loaded) > 50
     assert not [name for name in loaded if FLOOR[str(room_of(name))] >= len(CORE)]
+    senders = ("tensorboard", "torch.utils.tensorboard", "wandb", "mlflow", "prometheus_client", "opentelemetry")
+    assert "fp8dist.exporters" in later
+    assert not {*TESTED, *senders} & set(later)
 
 
 def test_no_globals_and_no_ranks_in_kernels(trees: list[tuple[str, Path, ast.Module]]) -> None:

@@ -83,7 +83,7 @@ ALIKE = {
     *(("fsdp2", "ignored"), ("fsdp2", "undivided"), ("fsdp2", "local tokens"), ("hsdp", "shards alone")),
     *(("hand_tp", "doubled norm"), ("hand_tp", "double backward"), ("hand_tp", "no backward sum")),
     *(("expert_parallel", "router alone"), ("pipeline", "tie twice"), ("pipeline", "scaled gradients")),
-    *(("hand_sp", "norms alone"), ("ddp", "summed")),
+    *(("hand_sp", "norms alone"), ("ddp", "summed"), ("ddp", "cleared"), ("pipeline", "scaled stage")),
 }
 """Programs and bugs whose finding is as that of another one: they are nightly."""
 

@@ -50,7 +50,7 @@ def programs(ranks: int) -> dict[str, dict[str, Any]]:
 ALL = [(ranks, name) for ranks in (1, 2, 3, 4) for name in programs(ranks)]
 ALWAYS = [
     (4, "fsdp2_tp"),
-    *((2, name) for name in ("fsdp2", "hand_sp", "expert_parallel", "tied pipeline", "ScheduleInterleavedZeroBubble")),
+    *((2, name) for name in ("hand_sp", "expert_parallel", "tied pipeline")),
 ]
 """The others are nightly."""
 

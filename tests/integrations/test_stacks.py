@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.integrations.stacks import TESTED, FP8Steps, RunLog, caller
+from fp8dist.integrations.stacks import FP8Steps, RunLog, caller
 from tests.support.training import batch, make_net
 
 
@@ -87,17 +85,6 @@ def test_a_caller_is_found_by_its_type() -> None:
     assert (found, names["local"]) == (calling, 3)
     with pytest.raises(ConfigurationError, match="this must be called by a tests Calling"):
         caller(Calling)
-
-
-@pytest.mark.slow
-def test_no_trainer_is_imported_unasked() -> None:
-    code = (
-        "import sys, fp8dist, fp8dist.cli.commands\n"
-        "used = [getattr(fp8dist, name) for name in fp8dist.__all__]\n"
-        f"print([name for name in {list(TESTED)} if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "[]", done.stderr
 
 
 class Engine:
