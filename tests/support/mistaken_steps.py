@@ -149,14 +149,12 @@ class Hooked(Duck):
     register_step_post_hook = register_step_pre_hook
 
 
-class Uninitialised(torch.optim.Optimizer):
-    """Does not call super().__init__(), as torchao's CPUOffloadOptimizer."""
+class Uninitialised(torch.optim.SGD):
+    """Does not call super().__init__(). torch has hooked the step that it inherits."""
 
     def __init__(self, params: Any) -> None:
-        self.param_groups = [{"params": list(params), "lr": LR}]
+        self.param_groups = torch.optim.SGD(params, lr=LR).param_groups
         self.state: Any = {}
-
-    def step(self) -> None: ...  # type: ignore[override]
 
 
 for _class in (Duck, Hooked, Uninitialised):
