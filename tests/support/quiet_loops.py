@@ -318,6 +318,8 @@ def switched_off(boundary: str) -> None:
         trial, plain = Trial(), mlp()
         optimizer, expected = trial.adamw(), AdamW(plain.parameters(), lr=0.01)
         trial.attach(optimizer, boundary=boundary)
+        with trial.manager.calibrate():
+            trial.backward(0)
         for index in range(STEPS):
             trial.train(optimizer, 1, start=index)
             trial.train(expected, 1, start=index, net=plain)

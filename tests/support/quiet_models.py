@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import fp8dist
-from fp8dist import DelayedScaling
+from fp8dist import DelayedScaling, RowwiseScaling
 from tests.support.quiet import (
     HISTORY,
     PLAIN,
@@ -52,9 +52,10 @@ def an_unrelated_plain_model_trains_beside_it() -> None:
 
 @SCENARIOS.variants(optimizers=["one", "one each, in threads"])
 def two_managers(optimizers: str) -> None:
-    """Each manager trains as if it were alone, also if one optimizer's step is the boundary of both."""
+    """Each manager, with its own recipe, trains as if it were alone, even if both have one optimizer."""
     nets = partial(mlp, 32, 64, 16), partial(mlp, 32, 48, 16)
-    trials = [Trial(net()) for net in nets]
+    recipes = None, RowwiseScaling()
+    trials = [Trial(net(), recipe) for net, recipe in zip(nets, recipes)]
     one = AdamW([p for trial in trials for p in trial.parameters()], lr=0.01)
     for trial in trials:
         trial.optimizers = [one if optimizers == "one" else trial.adamw()]
@@ -70,9 +71,9 @@ def two_managers(optimizers: str) -> None:
             for trial in trials:
                 trial.backward(index)
             take(*dict.fromkeys(trial.optimizer for trial in trials))
-    for trial, net in zip(trials, nets):
+    for trial, net, recipe in zip(trials, nets, recipes):
         trial.right(STEPS)
-        assert trial.bits() == Loop(net=net).run().bits()
+        assert trial.bits() == Loop(net=net, prepared={"recipe": recipe}).run().bits()
 
 
 @SCENARIOS.variants(copied=["the net", "the net and its optimizer"])

@@ -128,6 +128,10 @@ def sam(trial: Trial) -> Sam:
     return Sam(trial.parameters(), AdamW, lr=0.01)
 
 
+def attach_inner(trial: Trial) -> None:
+    trial.attach(trial.optimizer.optimizer)
+
+
 def in_closure(trial: Trial, index: int) -> None:
     trial.optimizer.step(lambda: trial.backward(index))
     trial.optimizer.zero_grad()
@@ -150,6 +154,8 @@ SCENARIOS.table(
     {
         "SAM": Loop(make=sam, step=in_closure),
         "SAM in two steps": Loop(make=sam, step=in_two_steps),
+        "SAM: inner attached": Loop(make=sam, attach=attach_inner, step=in_closure),
+        "SAM in two steps: inner attached": Loop(make=sam, attach=attach_inner, step=in_two_steps),
         **{
             f"optimizer with another learning rate: {defaults}": Loop(
                 make=lambda trial, defaults=defaults: Odd(trial.parameters(), **defaults),
