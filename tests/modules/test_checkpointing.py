@@ -71,9 +71,7 @@ KINDS: dict[str, Run] = {
     "non-reentrant in reentrant": within(True, False),
     "non-reentrant in non-reentrant": within(False, False),
     "selective, nothing saved": selective(),
-    "offloaded, around a checkpoint and in it": offloaded(
-        lambda block, h: checkpoint(offloaded(plain), block, h, use_reentrant=False)
-    ),
+    "non-reentrant, offloaded": offloaded(partial(checkpoint, use_reentrant=False)),
     "offloaded": offloaded(plain),
     "selective, FP8 products saved": selective(ops.matmul),
     "selective, FP8 casts saved": selective(ops.quantize),
@@ -337,7 +335,7 @@ def test_backwards_in_a_thread_of_their_own(kind: str) -> None:
         assert_repeated(kind, ("in_flight",), block, apart=True)
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "selective, nothing saved"])
+@pytest.mark.parametrize("kind", [*BOTH, *REPEATING[-2:]])
 def test_these_tests_do_recompute(kind: str) -> None:
     """Four checkpointed Linears cast their inputs again. Otherwise the tests above would prove nothing."""
     counts = []
