@@ -179,12 +179,14 @@ def test_inverse_scales_whose_product_is_no_float32() -> None:
     def got(left: Tensor, shape: tuple[int, ...], of_a: float, of_b: float) -> Tensor:
         scales = [torch.full(shape, scale, device=DEVICE) for scale in (of_a, of_b)]
         found = matmul(left, b, *scales, torch.float32, not shape)
-        if shape:
-            expected = matmul_reference(left, b, *scales, torch.float32)
-            assert ((found - expected).abs() <= 2.0**-20 * expected).all()
+        expected = matmul_reference(left, b, *scales, torch.float32)
+        assert ((found - expected).abs() <= 2.0**-20 * expected).all()
+        if not shape:  # Halves of a wide tile are scaled elsewhere.
+            wide = matmul_with(TILES[-1], left, b.repeat(9, 1), *scales, torch.float32, False)
+            assert torch.equal(wide, found.repeat(1, 9))
         return found
 
-    for shape in ((), (16, 2)):
+    for shape in ((), (16, 1), (16, 2)):
         assert not got(torch.zeros_like(a), shape, 2.0**100, 2.0**100).any()
         assert (got(a, shape, 2.0**-70, 2.0**-70) == 144 * 2.0**-140).all()
         assert (got(a, shape, 2.0**-70, 1.0 + 2.0**-20) == 144 * 2.0**-70 * (1.0 + 2.0**-20)).all()

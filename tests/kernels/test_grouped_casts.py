@@ -85,6 +85,15 @@ def test_all_options(outgrown: float | None, monkeypatch: pytest.MonkeyPatch) ->
         assert_same(*(slots(version, x, offsets, outgrown=outgrown, **options) for version in (fused, plain)))
 
 
+@VERSIONS
+def test_a_limit_is_not_outgrown(version: Any) -> None:
+    """Of three experts, the second one's amax times scale is the limit itself; the third one's is above it."""
+    scale, cold, pending = (one.to(DEVICE) for one in (torch.tensor([279.0, 280.0, 281.0]), *slots_of(3)[1:]))
+    x, options = torch.full((3, 16), 2.0, device=DEVICE), {**OPTIONS, "outgrown": 1.25, "just_in_time": False}
+    inv_scale = version.quantize_grouped(x, ends((1, 1, 1)), scale, cold, pending, E4M3, **options)[2]
+    assert torch.equal(inv_scale, torch.reciprocal(scale.new_tensor([279.0, 280.0, 224.0])))
+
+
 @KINDS
 def test_kernels_cut_offsets(cast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read or written beyond the rows, and no row twice."""

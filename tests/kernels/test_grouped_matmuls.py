@@ -152,13 +152,19 @@ def test_all_counts_tiles_and_formats(scaling: Scaling) -> None:
 @pytest.mark.parametrize("scaling", FLOAT32_SCALINGS, ids=lambda scaling: scaling.value)
 def test_an_expert_has_the_bits_of_a_product_of_its_own(scaling: Scaling) -> None:
     """With our own kernels, any scales and any numbers: the same steps, and the same order of scales."""
-    case, tile = Case((5, 0, 70, 1), scaling, exact=False, n=48, k=144), TILES[0]
+    case, tile = Case((5, 0, 140, 1), scaling, exact=False, n=48, k=144), TILES[0]
     for out_dtype, fast in ((torch.bfloat16, True), (torch.float32, False)):
         got = case.rows(fused, out_dtype, fast, bias=True, tile=tile)
         for index, (group, _, _) in enumerate(rows_of(case.offsets)):
             if case.counts[index]:
                 alone = matmul_with(tile, *case.of_expert(index), out_dtype, fast, case.bias[index])
                 assert_equal(got[group], alone)
+        if case.line_scales is not None:  # wgrad, of the expert with two steps.
+            _, column, block = rows_of(case.offsets)[2]
+            sides = (side[:, column.start : column.start + 144].contiguous() for side in (case.left, case.right))
+            scales = (of[:, block] if scaling.in_blocks else of[2] for of in case.line_scales)
+            got = case.columns(fused, out_dtype, fast, tile=tile)[2]
+            assert_equal(got, matmul_with(tile, *sides, *scales, out_dtype, fast))
 
 
 @VERSIONS

@@ -222,6 +222,7 @@ OPS = {
     "shares": Op(_shares((0, 0)), sources=(*DTYPES, torch.float64)),
     "shares, row-wise": Op(_shares(None), sources=(*DTYPES, torch.float64)),
     "shares, 1x128": Op(_shares((1, 128)), sources=(*DTYPES, torch.float64)),
+    "shares, 1x32": Op(_shares((1, 32)), sources=(*DTYPES, torch.float64)),
     "shares, 128x128": Op(_shares((128, 128)), sources=(*DTYPES, torch.float64)),
     "grouped cast": Op(_grouped, _rows_of_three),
     "grouped cast, row-wise": Op(_grouped_lines(False), _rows_of_three),

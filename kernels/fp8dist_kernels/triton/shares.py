@@ -23,12 +23,12 @@ _INFINITY = tl.constexpr(magnitude.INFINITY_BITS)
 
 @triton.jit
 def _places(start, stride, SIDE: tl.constexpr, TILE: tl.constexpr):
-    """Return the offsets of a tile's scales along one dim, int64: [TILE] if SIDE is 1, else [1]. ``start``: the tile's
-    first row or column. SIDE: rows or columns per scale; 0: all."""
-    if SIDE == 1:
-        place = start + tl.arange(0, TILE)
-    elif SIDE == 0:
+    """Return the offsets of a tile's scales along one dim, int64: [TILE] if there are several, else [1]. ``start``: the
+    tile's first row or column. SIDE: rows or columns per scale; 0: all."""
+    if SIDE == 0:
         place = tl.zeros((1,), tl.int64)
+    elif SIDE < TILE:
+        place = (start + tl.arange(0, TILE)) // SIDE
     else:
         place = tl.zeros((1,), tl.int64) + start // SIDE
     return place.to(tl.int64) * stride
@@ -61,7 +61,7 @@ def _shares_kernel(
     numel,
     MOST: tl.constexpr,  # As ``limits`` returns it, before it is multiplied by the inverse scale.
     LEAST: tl.constexpr,  # Likewise.
-    DOWN: tl.constexpr,  # Rows of a block: 1, or a multiple of ROWS, or 0 for all of them.
+    DOWN: tl.constexpr,  # Rows of a block: 1 or 32, or a multiple of ROWS, or 0 for all of them.
     ACROSS: tl.constexpr,  # Likewise.
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
