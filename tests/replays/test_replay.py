@@ -26,7 +26,7 @@ from fp8dist.replays import model_replay, triggers
 from fp8dist.state.groups import local_part
 from tests.support.answers import flipping
 from tests.support.logs import captured_log
-from tests.support.ranks import RankPool, on_ranks
+from tests.support.ranks import RankPool, on_ranks, short_grace
 from tests.support.replayed import Training
 from tests.support.suite import crossed, few
 
@@ -210,13 +210,13 @@ def test_each_cause_has_its_sentence(cause: str, kind: str, two_ranks: RankPool,
 
 
 def _raising(kind: str) -> list[str]:
-    options = {**KINDS[kind], **({"timeout": timedelta(seconds=4)} if "fsdp2" in kind else {})}
+    options = {**KINDS[kind], **({"timeout": timedelta(seconds=2)} if "fsdp2" in kind else {})}
     training = Training(**options)
     training.train(2)
     if dist.get_rank() == 1:
         training.net.blocks[1].fault = lambda y: y.no_such_attribute
     before = training.everything()
-    with pytest.raises(Fp8DistError) as raised:
+    with pytest.raises(Fp8DistError) as raised, short_grace(0.3):
         training.replay()
     after = before if "fsdp2" in kind else training.everything()  # FSDP2 was left in the middle of a forward.
     return [str(raised.value), *(name for name in before if before[name] != after.get(name))]

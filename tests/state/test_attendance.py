@@ -87,13 +87,14 @@ def test_nobody_waits_once_all_have_called() -> None:
 
 
 @pytest.mark.slow
-def test_nobody_stays_long_for_a_rank_that_hears_nothing() -> None:
+def test_nobody_stays_long_for_a_rank_that_hears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8dist.state.roll_call.LINGER", 0.3)
     store = CountingStore()
     store.set("roll/group/1/came", b"1")  # From a rank whose writes arrive.
     start = time.monotonic()
     (found,) = call_all(store, [0], range(2))
     assert found.missing == (1,)
-    assert time.monotonic() - start < GRACE_S + TURN + LINGER + 1
+    assert time.monotonic() - start < GRACE_S + TURN + 0.3 + 1
 
 
 @pytest.mark.slow
@@ -109,10 +110,10 @@ def test_words_without_answers_are_no_presence() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("answers", "limit"), [(0, 1.0), (2, GRACE_S + 1.5)])
+@pytest.mark.parametrize(("answers", "limit"), [(0, 0.3), (2, GRACE_S + 0.5)])
 def test_a_store_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, answers: int, limit: float) -> None:
-    monkeypatch.setattr("fp8dist.state.roll_call.REACH", 1.0)
-    monkeypatch.setattr("fp8dist.state.roll_call.PATIENCE", 1.5)
+    monkeypatch.setattr("fp8dist.state.roll_call.REACH", 0.3)
+    monkeypatch.setattr("fp8dist.state.roll_call.PATIENCE", 0.5)
     start = time.monotonic()
     assert _in_time(Roll(HangingStore(answers), 0, range(2), "group"), GRACE_S) is None
     assert limit - 0.1 <= time.monotonic() - start < limit + 2
@@ -129,7 +130,10 @@ ABSENTEES = {"a host": list(range(8_184, 8_192)), "all but one": list(range(1, 1
 
 @pytest.mark.slow
 @pytest.mark.parametrize("absent", ABSENTEES.values(), ids=ABSENTEES.keys())
-def test_16384_ranks_are_not_asked_for_one_by_one(absent: list[int]) -> None:
+def test_16384_ranks_are_not_asked_for_one_by_one(monkeypatch: pytest.MonkeyPatch, absent: list[int]) -> None:
+    turn = 0.05
+    monkeypatch.setattr("fp8dist.state.roll_call.TURN", turn)
+    monkeypatch.setattr("fp8dist.state.roll_call.LINGER", 0.3)
     store, size = CountingStore(), 16_384
     gone = set(absent)
     present = [rank for rank in range(size) if rank not in gone]
@@ -146,7 +150,7 @@ def test_16384_ranks_are_not_asked_for_one_by_one(absent: list[int]) -> None:
     assert found.missing == tuple(absent[:SHOWN])
     assert found.more == (len(absent) > SHOWN)
     # Reporting, one request per interval while waiting, one descent of the tree per named rank, and its host.
-    waiting = (GRACE_S + TURN * TURNS) / (size / 20_000)
+    waiting = (GRACE_S + turn * TURNS) / (size / 20_000)
     assert store.total <= 8 + waiting + (SHOWN + 1) * 2 * 14 + 2 * SHOWN
     assert store.keys <= 4 * size + (SHOWN + 1) * 16
     assert len(str(found)) < 1000
@@ -203,7 +207,7 @@ def _serving(rank: int, absent: int, port: int, pipe: Connection) -> None:
     if rank == 1:
         time.sleep(0.3)
     if rank != absent:
-        pipe.send(str(fp8dist.roll_call()))
+        pipe.send(str(fp8dist.roll_call(grace=timedelta(seconds=1.5))))
     os._exit(0)
 
 

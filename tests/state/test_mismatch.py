@@ -108,11 +108,11 @@ def _attach_only(ranks: list[int], seconds: float) -> Any:
 
 @pytest.mark.slow
 def test_a_rank_that_never_attaches_is_named(three_ranks: RankPool) -> None:
-    for kind, message, seconds in three_ranks.run(_attach_only, [1, 2], 1.0)[1:]:
+    for kind, message, seconds in three_ranks.run(_attach_only, [1, 2], 0.5)[1:]:
         assert kind == "ManifestMismatchError"
         assert seconds < 5
         assert "rank(s) 0 " in message
-    late = three_ranks.run(_attach_only, [0], 1.0, timeout=20)[0]  # The late rank gets the error too,
+    late = three_ranks.run(_attach_only, [0], 0.5, timeout=20)[0]  # The late rank gets the error too,
     assert late[0] == "ManifestMismatchError"
     assert three_ranks.run(_attach_differently, {}, 60.0) == [None] * 3  # and a second attempt of all ranks succeeds.
 
@@ -131,7 +131,7 @@ def test_all_may_try_again_after_one_was_late(late: int, attaches_late: bool) ->
     for attaches in (rank != late, rank == late and attaches_late):  # That rank is alone then.
         if attaches:
             with pytest.raises(ManifestMismatchError):
-                managers[0].attach(timeout=timedelta(seconds=0.5))
+                managers[0].attach(timeout=timedelta(seconds=0.2))
         dist.barrier()
     for manager in managers:
         manager.attach(timeout=timedelta(seconds=10))

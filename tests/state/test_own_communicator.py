@@ -24,10 +24,10 @@ import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling, StateManager, SyncError
 from fp8dist.state.groups import SyncGroup
 from tests.support.collectives import counted_collectives
-from tests.support.ranks import on_ranks, run_apart
+from tests.support.ranks import on_ranks, run_apart, short_grace
 from tests.support.training import batch, make_net, state_bits
 
-SOON = timedelta(seconds=3)
+SOON = timedelta(seconds=2)
 
 
 def _prepared(group: Any = None, recipe: Any = None, **options: Any) -> tuple[nn.Module, StateManager]:
@@ -101,7 +101,7 @@ def test_checks_are_numbered_anew_after_one_that_some_ranks_did_not_make() -> No
     net, manager = _prepared()
     manager.attach(net)
     if dist.get_rank() == 0:
-        with mock.patch.object(SyncGroup, "timeout", timedelta(seconds=0.5)):
+        with mock.patch.object(SyncGroup, "timeout", timedelta(seconds=0.5)), short_grace(0.3):
             for call in (manager.check, lambda: fp8dist.check(net, group=dist.group.WORLD)):
                 with pytest.raises(SyncError, match="was not reached"):
                     call()
@@ -118,7 +118,8 @@ def test_a_check_on_a_mesh_alone_communicates_nothing() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp", "pp"))["tp", "pp"]
     text = r"fp8dist\.check\(\) was not reached by all ranks within 1 s"
     if dist.get_rank() == 1:
-        with mock.patch.object(SyncGroup, "timeout", timedelta(seconds=1)), pytest.raises(SyncError, match=text):
+        timeout = mock.patch.object(SyncGroup, "timeout", timedelta(seconds=1))
+        with timeout, short_grace(0.3), pytest.raises(SyncError, match=text):
             fp8dist.check(make_net(), group=mesh)
     dist.barrier()
     assert not fp8dist.check(make_net(), group=mesh).diverged
@@ -199,12 +200,14 @@ def test_a_manager_with_a_sync_under_way_goes_at_once() -> None:
     net, manager = _prepared(group, recipe=DelayedScaling(update="next_step"))
     manager.attach(net)
     if dist.get_rank() == 1:
-        time.sleep(3)
+        dist.barrier()
     _train(net, manager, 1)
     start = time.monotonic()
     del net, manager
     gc.collect()
     assert time.monotonic() - start < 2
+    if dist.get_rank() == 0:
+        dist.barrier()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -20,12 +20,13 @@ from fp8dist import DelayedScaling
 from fp8dist.errors import SyncError
 from fp8dist.state.roll_call import failing_by_name
 from tests.support.logs import captured_log
-from tests.support.ranks import on_ranks, run_apart
+from tests.support.ranks import on_ranks, run_apart, short_grace
 from tests.support.training import batch, make_net
 
 
 def _absent() -> Any:
     """Two steps together, then rank 1 misses the third. Return rank 0's error, and its state after the error."""
+    store = dist.distributed_c10d._get_default_store()
     group: Any = dist.new_group(timeout=timedelta(seconds=2))
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(history_len=4, update="next_step"), group=group)
@@ -34,13 +35,15 @@ def _absent() -> Any:
         net(batch(dist.get_rank(), step)[0]).sum().backward()
         before = manager.state_dict()
         if step == 2 and dist.get_rank() == 1:
-            time.sleep(8)  # A rank that drops its model is noticed at once: its communicator goes with it.
+            store.wait(["failed"])  # A rank that drops its model is noticed at once: its communicator goes with it.
             return None
         try:
-            manager.step()
-            if step == 2:
-                manager.metrics()  # Commits.
+            with short_grace(0.3):
+                manager.step()
+                if step == 2:
+                    manager.metrics()  # Commits.
         except SyncError as error:
+            store.set("failed", "")
             return str(error), type(error.__cause__), manager.steps, manager.state_dict() == before
     return "no error"
 
@@ -57,14 +60,14 @@ def test_a_rank_that_does_not_come_is_a_sync_error() -> None:
 
 def _not_checked(policy: Any, late: bool) -> str:
     """Rank 1 does not call the check, or leaves it for good where a repair begins."""
-    group: Any = dist.new_group(timeout=timedelta(seconds=2))
+    group: Any = dist.new_group(timeout=timedelta(seconds=2 if late else 1))
     net = nn.Linear(16, 16)
     if dist.get_rank() == 1:
         if late:
             with mock.patch("fp8dist.checks.checker.repair", side_effect=KeyError), pytest.raises(KeyError):
                 fp8dist.check(net, group=group, policy=policy)
         return ""
-    with pytest.raises(SyncError) as caught:
+    with pytest.raises(SyncError) as caught, short_grace(1.5):
         fp8dist.check(net, group=group, step=7, policy=policy)
     return str(caught.value)
 
@@ -104,20 +107,26 @@ def _soon(lookouts: int) -> bool:
 
 
 def _asleep() -> list[str]:
-    """Rank 2 does not take the third step. The others never wait for it. Return what they log in ten seconds."""
-    group: Any = dist.new_group(timeout=timedelta(seconds=4))
+    """Rank 2 does not take the third step. The others never wait for it. Return what they log."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=3))
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     net = make_net()
     manager = fp8dist.prepare(net, DelayedScaling(update="next_step"), group=group)
     with mock.patch(ON_DEVICE, return_value=True):
         manager.attach(net)
-    with captured_log(logging.ERROR) as log:
+    with captured_log(logging.ERROR) as log, short_grace(1.5):
         for step in range(3):
-            net(batch(dist.get_rank(), step)[0]).sum().backward()
-            if step < 2 or dist.get_rank() < 2:
+            net(batch(rank, step)[0]).sum().backward()
+            if step < 2 or rank < 2:
                 manager.step()
             else:
                 manager.metrics()  # Ends the second step, as the others do before their third.
-        time.sleep(10)
+        deadline = time.monotonic() + 15
+        while rank < 2 and not log and time.monotonic() < deadline:
+            time.sleep(0.05)
+        store.set(f"logged/{rank}", "")
+        store.wait([f"logged/{other}" for other in range(3)])
+        time.sleep(0.5)  # The lookout looks four times. It must not report twice.
     return [text for _, text in log]
 
 
@@ -150,7 +159,7 @@ def test_no_thread_is_left() -> None:
         for step in range(3):
             net(batch(dist.get_rank(), step)[0]).sum().backward()
             manager.step()
-        time.sleep(2.5)  # No step ends meanwhile: the newest work is old, but done.
+        time.sleep(1.8)  # No step ends meanwhile: the newest work is old, but done.
         manager.detach()
     assert log == []
     assert _soon(0)

@@ -8,6 +8,7 @@ whose assertions hold on each rank a test.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import importlib
@@ -18,11 +19,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from fp8dist.state.roll_call import roll_call
 from tests.support.forked import ROOT, context
 
 CONNECT_SECONDS = 60
@@ -140,6 +144,15 @@ class RankPool:
                 lines.append(f"--- rank {rank}: {where}\n{written}")
         self.close()
         raise RanksFailed("\n".join(lines))
+
+
+@contextlib.contextmanager
+def short_grace(seconds: float) -> Iterator[None]:
+    """Let roll calls of this process wait ``seconds`` for ranks that notice a failure later, in place of GRACE. 0.3 s
+    where only one rank calls; 1.5 s where several do, which a busy machine may delay."""
+    ranks, _, *others = roll_call.__defaults__ or ()
+    with mock.patch.object(roll_call, "__defaults__", (ranks, timedelta(seconds=seconds), *others)):
+        yield
 
 
 def run_apart(count: int, function: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Any]:
