@@ -52,7 +52,7 @@ SAME: dict[str, tuple[Job, int, int]] = {
     "current": (replace(GRAD_OP, strategy="FULL_SHARD", recipe=CurrentScaling()), 0, 0),
     "block": (replace(GRAD_OP, recipe=BlockScaling()), 0, 0),
 }
-RARE = {"SHARD_GRAD_OP", "inner hook, NO_SHARD", "hook, no_sync, frozen", "hook, checkpointing"}
+RARE = {"SHARD_GRAD_OP", "inner hook, NO_SHARD", "hook, no_sync, frozen", "hook, checkpointing", "current"}
 
 
 @pytest.mark.parametrize("name", few(SAME, *(SAME.keys() - RARE)))
