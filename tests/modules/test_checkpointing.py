@@ -296,7 +296,7 @@ def test_every_recipe(kind: str, changed: tuple[Recipe, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", few(REPEATING, *BOTH, "selective, nothing saved"))
+@pytest.mark.parametrize("kind", few(REPEATING, *BOTH))
 def test_a_repeated_forward_computes_as_it_did(kind: str) -> None:
     assert_repeated(kind, MODES)
     assert_repeated(kind, ("in_flight", "evaluated_before", "validated_with_grad"), eval_precision="high")
