@@ -114,6 +114,7 @@ RARE = {
     *("kept by some", "high precision, kept", "prefetch", "compiled", "foreach, autocast"),
     *("current, powers of 2, root only", "blocks, powers of 2, root only, kept"),
     *("root only, kept", "windows that roll, fused, kept", "tied embedding", "current, kept, fused"),
+    "MX, kept by some",
 }
 
 
