@@ -40,7 +40,7 @@ SAME: dict[str, tuple[Job, int, int]] = {
     ),
     "inner hook, NO_SHARD": (replace(FSDP1, strategy="NO_SHARD", hook="inner"), 1, 1),
     "one unit, next_step": (replace(FSDP1, per_block=False, optimizer="foreach", update="next_step"), 1, 0),
-    "hook, accumulation": (replace(FSDP1, hook="ours", accumulate=3, update="next_step"), 1, 3),
+    "hook, accumulation": (replace(FSDP1, hook="ours", accumulate=2, update="next_step"), 1, 2),
     "hook, no_sync, frozen": (
         replace(FSDP1, hook="ours", accumulate=3, no_sync=True, frozen=("blocks.0.up.weight", "blocks.1.norm.bias")),
         1,
