@@ -22,6 +22,7 @@ from tests.support.logs import captured_log
 from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import on_ranks
 from tests.support.states import state_of
+from tests.support.suite import few
 from tests.support.training import batch, make_net
 
 WARM_UP, REPLAYS = 2, 6
@@ -317,8 +318,12 @@ def test_what_cannot_be_captured_is_refused() -> None:
         job.step()
 
 
+REPLAYED = [("same_step", False, 2), ("next_step", False, 1), ("next_step", True, 1)]
+
+
 @pytest.mark.parametrize(
-    ("update", "fault", "replays_per_poll"), [("same_step", False, 2), ("next_step", False, 1), ("next_step", True, 1)]
+    ("update", "fault", "replays_per_poll"),
+    few(REPLAYED, REPLAYED[0], REPLAYED[2]),
 )
 @on_ranks(3)
 def test_ranks_that_replay(update: str, fault: bool, replays_per_poll: int) -> None:

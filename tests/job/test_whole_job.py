@@ -258,7 +258,7 @@ def pool() -> Iterator[RankPool]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @seed(0)
-@settings(_JOBS, max_examples=6)
+@settings(_JOBS, max_examples=4)
 @given(job=jobs)
 def test_some_whole_jobs(pool: RankPool, tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
     compare(pool, tmp_path_factory.mktemp("stores"), job)

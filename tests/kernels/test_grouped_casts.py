@@ -70,7 +70,7 @@ def test_layout() -> None:
 def test_all_counts_are_the_twins(cast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
     for index, counts in enumerate(COUNTS):
-        x, offsets = poisoned_rows(counts, (80, 144)[index % 2], (0, 21)[index % 3 > 0]).bfloat16(), ends(counts)
+        x, offsets = poisoned_rows(counts, (16, 144)[index % 2], (0, 21)[index % 3 > 0]).bfloat16(), ends(counts)
         options = {"rows": index != 3, "columns": index != 4, **({"apart": 3} if cast is slots else {})}
         assert_same(cast(fused, x, offsets, **options), cast(plain, x, offsets, **options))
 
@@ -79,7 +79,7 @@ def test_all_counts_are_the_twins(cast: Any, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("outgrown", few([None, 0.9], 0.9))
 def test_all_options(outgrown: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
-    x, offsets = poisoned_rows((3, 0, 40, 2), 48, 9, finite=True).bfloat16(), ends((3, 0, 40, 2))
+    x, offsets = poisoned_rows((3, 0, 18, 2), 16, 9, finite=True).bfloat16(), ends((3, 0, 18, 2))
     for record, just_in_time, rows, columns in itertools.product((False, True), repeat=4):
         options = {"record": record, "just_in_time": just_in_time, "rows": rows, "columns": columns}
         assert_same(*(slots(version, x, offsets, outgrown=outgrown, **options) for version in (fused, plain)))

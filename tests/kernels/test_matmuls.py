@@ -39,7 +39,7 @@ def test_the_reference_is_exact_where_float32_is_and_else_as_good(scaling: Scali
 @pytest.mark.parametrize("scaling", [Scaling.TENSORWISE, Scaling.ROWWISE])
 def test_torch_agrees(scaling: Scaling) -> None:
     for out_dtype, bias_dtype in itertools.product(OUT_DTYPES, (None, *OUT_DTYPES)):
-        given = small_integers(48, 144, 272, scaling, biased=bias_dtype is not None)
+        given = small_integers(16, 48, 144, scaling, biased=bias_dtype is not None)  # torch is slow on a CPU.
         a, b, *scales = given.operands
         bias = None if bias_dtype is None or given.bias is None else given.bias.to(bias_dtype)
         # As block casts of at most 128 columns lay them out: [m, 1] with strides (1, m).

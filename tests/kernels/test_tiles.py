@@ -19,7 +19,7 @@ from fp8dist_kernels.triton.launching import processors
 from fp8dist_kernels.triton.tables import FORMAT, Entry, Tile, TileTable, bucket, file_name
 from fp8dist_kernels.triton.tiles import Problem, best_of, candidates, faster_than_torch, key_of, tile_for
 from scripts.benchmarks.gpu import tune_matmuls
-from scripts.benchmarks.llama_shapes import Product
+from scripts.benchmarks.llama_shapes import Layer, Product
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted(Path(tables.__file__).with_name("tables").glob("*.json"))
@@ -259,7 +259,10 @@ def test_the_tuner_ends_in_time(
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
-def test_the_tuner_runs_at_tiny_sizes_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tuner_runs_at_tiny_sizes_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune_matmuls, "SMOKE", Layer("smoke", 48, 32))  # torch's FP8 products are slow on a CPU.
     out = tmp_path / "cpu.json"
     assert tune_matmuls.main(["--out", str(out)]) == 2
     assert capsys.readouterr().err == "tune_matmuls: no GPU found; nothing was measured or written\n"

@@ -156,6 +156,7 @@ CASES = {
     "tied": Case(model=tied),
     "selective": Case(run=selective, backend="torch"),
     "one by one, checkpointed": Case(model=blocks, parts=True, run=checkpointed),
+    "row-wise, two sizes": Case(RowwiseScaling(), sizes=(17, 16), warm=None),
     "row-wise, any size": Case(RowwiseScaling(), **ANY_SIZE),
     "changed precision": Case(high=2, warm=None, sizes=(35,) * 6),
     "one by one, selective": Case(model=blocks, parts=True, run=selective),
@@ -163,7 +164,7 @@ CASES = {
     "mx, any size": Case(MXFP8Scaling(), **ANY_SIZE),
     **{f"{run.func.__name__} on Triton": Case(run=run, backend="triton") for run in (checkpointed, selective)},
 }
-KEPT = ("next step, manual", "two in one, checkpointed", "row-wise, any size")
+KEPT = ("next step, manual", "two in one, checkpointed", "row-wise, two sizes")
 
 
 @pytest.mark.slow

@@ -113,6 +113,8 @@ SAME = {
 RARE = {
     *("kept by some", "high precision, kept", "prefetch", "compiled", "foreach, autocast"),
     *("current, powers of 2, root only", "blocks, powers of 2, root only, kept"),
+    *("root only, kept", "windows that roll, fused, kept", "tied embedding", "current, kept, fused"),
+    "MX, kept by some",
 }
 
 
@@ -152,7 +154,7 @@ def drift(one: Outcome, other: Outcome) -> float:
 
 def test_three_ranks_differ_from_ddp_no_more_than_float32_does(three_ranks: RankPool) -> None:
     """By the order of summation of gradients."""
-    job = Job(model="mlp", optimizer="sgd", steps=5, update="next_step", reshard=False)
+    job = Job(model="mlp", optimizer="sgd", steps=3, update="next_step", reshard=False)
     ours = three_ranks.run(train, job)
     high = three_ranks.run(train, replace(job, fp8_all_gather=False))
     for one in ours:  # An FP8 all-gather changes no bit.
@@ -206,7 +208,7 @@ def _in_mode(forwards: Callable[[Running], Tensor]) -> Callable[[Running], Any]:
     """Weights that have outgrown their scales, as AdamW's steps here make them, are cast by mode."""
 
     def program(run: Running) -> Any:
-        return [run.finish(forwards(run)) for _ in range(6)]
+        return [run.finish(forwards(run)) for _ in range(4)]
 
     return program
 
@@ -300,7 +302,10 @@ def _ran(name: str, parallel: str) -> Any:
     return program(run), {name: bits(value) for name, value in full(run.model).items()}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+COMMON = PROGRAMS.keys() - {"one Linear in eval, kept", "an evaluation with its own backward before, kept"}
+
+
+@pytest.mark.parametrize("name", few(PROGRAMS, *COMMON))
 def test_training_loops_are_as_under_ddp(two_ranks: RankPool, name: str) -> None:
     assert two_ranks.run(_ran, name, "fsdp2") == two_ranks.run(_ran, name, "ddp")
 

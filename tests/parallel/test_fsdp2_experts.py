@@ -59,7 +59,9 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", few(JOBS, *(JOBS.keys() - {"high", "columns", "rows, measured, kept", "MX"})))
+@pytest.mark.parametrize(
+    "name", few(JOBS, *(JOBS.keys() - {"high", "columns", "rows, measured, kept", "current, rows", "MX"}))
+)
 def test_experts_are_bitwise_as_under_ddp(two_ranks: RankPool, name: str) -> None:
     """Losses, parameters and FP8 state."""
     job = JOBS[name]

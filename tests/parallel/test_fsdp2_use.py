@@ -196,7 +196,10 @@ HARMLESS: dict[str, tuple[Job, Callable[[Running], float]]] = {
     "a state dict on one rank, high precision": (Job(fp8_all_gather=False), _before(_handed_out)),
     "a NaN in a weight for a while": (SGD, _before(_nan_for_a_while)),
 }
-RARE = {"attach again", "moved to where it is", "a reload of the same weights", "a validation in inference mode"}
+RARE = {
+    *("attach again", "moved to where it is", "a reload of the same weights", "a validation in inference mode"),
+    "a state dict on one rank, high precision",
+}
 
 
 def _trained(job: Job, step: str) -> Any:

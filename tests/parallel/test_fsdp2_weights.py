@@ -190,7 +190,10 @@ WRITES: dict[str, tuple[Job, Callable[[Running], None]]] = {
     "current: another optimizer": (CURRENT, _by_another_optimizer),
 }
 """Each leaves scales with which all weights that it wrote are cast as one process would: from their own amaxes."""
-RARE = {"by an eighth", "before a manual step", "before nothing is loaded", "loaded, attached again"}
+RARE = {
+    *("by an eighth", "before a manual step", "before nothing is loaded", "loaded, attached again"),
+    *("whole, times 8", "current: one weight", "current: another optimizer"),
+}
 
 
 def _step_against_float32(run: Running) -> float:

@@ -89,13 +89,13 @@ def _shards(layout: str) -> None:
     alone = _model()
     manager = fp8dist.prepare(alone, NVFP4Scaling(), amax_sync=False)
     manager.attach(alone)
-    whole = _casts(alone, manager, 4, lambda x, g: (x.requires_grad_(), g))
+    whole = _casts(alone, manager, 3, lambda x, g: (x.requires_grad_(), g))
 
     mesh, model = mesh_of((ranks,), ("tp",)), _model()
     manager = fp8dist.prepare(model, NVFP4Scaling(), group=mesh, check_policy="raise", check_every=1)
     if of_weight is None or of_input is None:
         manager.attach(model, data_rank=rank)
-        parts = _casts(model, manager, 4, lambda x, g: (x.chunk(ranks)[rank].requires_grad_(), g.chunk(ranks)[rank]))
+        parts = _casts(model, manager, 3, lambda x, g: (x.chunk(ranks)[rank].requires_grad_(), g.chunk(ranks)[rank]))
     else:
         model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [of_weight]))
         manager.attach(model)
@@ -104,8 +104,8 @@ def _shards(layout: str) -> None:
         def placed(x: Tensor, g: Tensor) -> Any:
             return distribute_tensor(x, mesh, [of_input]).requires_grad_(), distribute_tensor(g, mesh, [output])
 
-        parts = _casts(Whole(model, output), manager, 4, placed)
-    assert len(parts) == len(whole) == 12
+        parts = _casts(Whole(model, output), manager, 3, placed)
+    assert len(parts) == len(whole) == 9
     for place, (mine, theirs) in enumerate(zip(parts, whole)):
         role = place % 3
         if place < 3 and role > 0:

@@ -20,7 +20,7 @@ from tests.support.training import AmaxRecorder, expected_histories, histories, 
 
 pytestmark = [pytest.mark.slow]
 
-STEPS, HISTORY, MICROBATCHES = 4, 8, 4
+STEPS, HISTORY, MICROBATCHES = 3, 8, 4
 STAGES = ((0, 1), (2, 3))
 """The ranks of each stage."""
 

@@ -21,6 +21,7 @@ from fp8dist.parallel import torch_internals
 from tests.parallel.test_wire import everything_in_fp8
 from tests.parallel.test_wire_training import WORST
 from tests.support.ranks import on_ranks
+from tests.support.suite import NIGHTLY
 
 Damage = Callable[[Tensor], None]
 
@@ -167,7 +168,7 @@ def three_layers() -> nn.Sequential:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exclude", [(), "1"], ids=str)
+@pytest.mark.parametrize("exclude", [pytest.param((), marks=NIGHTLY), "1"], ids=str)
 @on_ranks(3)
 def test_fsdp2(exclude: Any) -> None:
     gradients = []

@@ -84,7 +84,7 @@ def errors(kind: str, seed: int, steps: int, jump: int) -> tuple[float, float, s
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("ranks", "kind", "steps"),
-    few([(2, "main job", 8), (4, "main job", 300), (4, "mixture", 300)], (2, "main job", 8)),
+    few([(2, "main job", 4), (4, "main job", 300), (4, "mixture", 300)], (2, "main job", 4)),
 )
 def test_few_gradients_are_lost(
     request: pytest.FixtureRequest,
