@@ -175,9 +175,8 @@ def test_an_eval_forward_under_fsdp2_multiplies_with_the_exported_bytes(recipe: 
         assert served(tensors) == as_bits(multiplied(called, x))
 
     compare()
-    for step in range(2):
-        _train(called, manager, optimizer, range(step, step + 1))
-        compare()
+    _train(called, manager, optimizer, range(1))
+    compare()
     multiplied(called, x)  # Some modules now hold gathered weights.
     compare()
     for module in called.modules():
@@ -219,7 +218,7 @@ def test_training_goes_on_as_if_nothing_had_been_exported(parallel: str) -> None
         called = DistributedDataParallel(model) if parallel == "ddp" else shard(model, reshard="mixed")
         optimizer = torch.optim.AdamW(called.parameters(), lr=0.01)
         manager.attach(called, optimizer=optimizer)
-        for step in range(4):
+        for step in range(3):
             _train(called, manager, optimizer, range(step, step + 1))
             if exports:
                 list(fp8dist.exported(manager, called))
