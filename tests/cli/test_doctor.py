@@ -26,6 +26,7 @@ from tests.support.answers import flipping
 from tests.support.forked import ROOT
 from tests.support.ranks import on_ranks
 from tests.support.slurm import free_ports
+from tests.support.suite import few
 from tests.support.torchrun import torchrun
 
 
@@ -220,7 +221,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert seen["burn, all ranks"]["detail"] == "consistent (43 computations)"
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.nightly
 def test_a_job_whose_other_rank_never_comes() -> None:
     (port,) = free_ports(1)
     job = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -268,16 +270,17 @@ def test_one_wrong_bit_at_one_time_is_seen() -> None:
     assert burned.summary.endswith(" per s, 1 wrong")
 
 
+WRONG = [
+    ("quantize_rowwise", (TOKENS, IN), 3, "columns_inv_scale at [97, 0]", "cast of input 256x256 bfloat16, Row"),
+    ("matmul", (OUT, TOKENS), 0, "result at [0, 194]", "wgrad 384x256x256 e5m2 e4m3 bfloat16, exact"),
+    ("quantize", (OUT, IN), 1, "columns at [1, 4]", "cast of weight 384x256 bfloat16, "),
+    # The test of the exit status below has wrong blocks, too.
+    ("quantize_blocks", (TOKENS, OUT), 0, "rows at [1, 4]", "cast of grad_output 256x384 bfloat16, Block"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("op", "shape", "result", "where", "exact"),
-    [
-        ("quantize", (OUT, IN), 1, "columns at [1, 4]", "cast of weight 384x256 bfloat16, "),
-        ("quantize_rowwise", (TOKENS, IN), 3, "columns_inv_scale at [97, 0]", "cast of input 256x256 bfloat16, Row"),
-        ("quantize_blocks", (TOKENS, OUT), 0, "rows at [1, 4]", "cast of grad_output 256x384 bfloat16, Block"),
-        ("matmul", (OUT, TOKENS), 0, "result at [0, 194]", "wgrad 384x256x256 e5m2 e4m3 bfloat16, exact"),
-    ],
-)
+@pytest.mark.parametrize(("op", "shape", "result", "where", "exact"), few(WRONG, *WRONG[:2]))
 def test_what_is_always_wrong_differs_from_plain_torch(
     op: str, shape: tuple[int, int], result: int, where: str, exact: str
 ) -> None:
@@ -331,9 +334,7 @@ def test_all_gpus_are_burned_that_have_fp8(monkeypatch: pytest.MonkeyPatch) -> N
 @on_ranks(3)
 def test_ranks_are_compared() -> None:
     bad = flipping("matmul", (TOKENS, IN), 0, 3) if dist.get_rank() == 2 else contextlib.nullcontext()
-    good = burned_across_ranks(CPU)
     with bad:
         report = burned_across_ranks(CPU)
-    assert dict(good.compared) == {"computation": 43}
-    assert good.consistent
+    assert dict(report.compared) == {"computation": 43}
     assert [(f.name.split()[0], f.ranks, f.reference_rank) for f in report.findings] == [("fprop", (2,), 0)] * FPROPS

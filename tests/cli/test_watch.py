@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import pytest
 from fp8dist.cli import watch as module
 from fp8dist.cli.main import main
 from tests.support.forked import ROOT
+from tests.support.suite import NIGHTLY
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-m", "fp8dist", "watch"]
@@ -86,7 +88,7 @@ def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Termina
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("terminal", [(44, 16), (160, 50)], indirect=True)
+@pytest.mark.parametrize("terminal", [(44, 16), pytest.param((160, 50), marks=NIGHTLY)], indirect=True)
 def test_a_terminal_follows_a_job_and_is_restored_by_ctrl_c(terminal: Terminal, tmp_path: Path) -> None:
     run = start(tmp_path / "run")
     terminal.type(f"{sys.executable} -m fp8dist watch {run} --every 0.1; echo status $?", "Enter")
@@ -137,7 +139,7 @@ def test_a_pipe_gets_a_line_per_update_until_the_end(tmp_path: Path) -> None:
         time.sleep(0.5)
         start(run)
         first = process.stdout.readline()
-        time.sleep(1.0)  # Nothing is new, so nothing is printed.
+        time.sleep(0.5)  # Nothing is new, so nothing is printed.
         write(run / "metrics.jsonl", {"step": 4, "loss": 1.0, "step_ms": 7.0})
         second = process.stdout.readline()
         write(run / "events.jsonl", {"step": 4, "kind": "end"})
@@ -150,25 +152,38 @@ def test_a_pipe_gets_a_line_per_update_until_the_end(tmp_path: Path) -> None:
     assert rest.endswith("end in step 4: the run ends  the run has ended\n")
 
 
-def heeds_sigint() -> None:
-    """Undo what a shell does to programs in the background: they ignore SIGINT, and so do all that they start."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+class Interrupting(io.StringIO):
+    """A pipe. Once a line is in it, the process gets a signal."""
 
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__()
+        self._number = number
 
-@pytest.mark.slow
-def test_ctrl_c_ends_a_pipe_without_a_traceback(tmp_path: Path) -> None:
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [*COMMAND, str(start(tmp_path / "run")), "--every", "0.1"]
-    with subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, preexec_fn=heeds_sigint, **pipes) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
-        assert process.stderr.read() == ""
+    def flush(self) -> None:
+        signal.raise_signal(self._number)
 
 
 Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_a_pipe_without_a_traceback(
+    number: signal.Signals, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = Interrupting(number)
+    monkeypatch.setattr(sys, "stdout", pipe)
+    # Workers of pytest-xdist ignore SIGINT.
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {each: signal.signal(each, handler) for each, handler in usual.items()}
+    try:
+        status: int | None = main(["watch", str(start(tmp_path / "run")), "--every", "0.1"])
+    except KeyboardInterrupt:  # It would end pytest.
+        status = None
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert (status, capsys.readouterr().err) == (0, "")
+    assert pipe.getvalue().count("\n") == 1
 
 
 def test_once_prints_the_present_state(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

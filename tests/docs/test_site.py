@@ -99,6 +99,8 @@ def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(site: str, 
     assert len(anchors) == len(pages()) + 1  # All pages and the changelog.
 
 
+@pytest.mark.long
+@pytest.mark.nightly
 def test_a_broken_link_fails_the_build_and_nothing_else_is_warned_of(built: Any) -> None:
     _, done = built
     assert done.returncode == 1
@@ -106,6 +108,8 @@ def test_a_broken_link_fails_the_build_and_nothing_else_is_warned_of(built: Any)
     assert "Aborted with 1 warnings" in done.stdout + done.stderr
 
 
+@pytest.mark.long
+@pytest.mark.nightly
 def test_the_search_finds_a_page(site: str, browser: Any) -> None:
     page = browser.new_page()
     page.goto(site)

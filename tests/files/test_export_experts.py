@@ -36,6 +36,7 @@ from tests.support.serving import (
     watched_products,
 )
 from tests.support.sharded_experts import Job, Routed, build, routed_batch, step
+from tests.support.suite import few
 from tests.support.training import bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::UserWarning")
@@ -137,19 +138,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("recipe", "layout"),
-    [
-        *(
-            ("delayed", "plain"),
-            ("delayed 2^n", "without a gate"),
-            ("delayed", "interleaved"),
-            ("current", "transposed"),
-        ),
-        *(("current", "interleaved"), ("rowwise", "plain"), ("rowwise", "interleaved"), ("block", "without a gate")),
-        *(("block", "transposed"), ("mx", "transposed"), ("mx", "interleaved")),
-    ],
-)
+MIXED = [
+    *(("delayed", "plain"), ("delayed 2^n", "without a gate"), ("current", "transposed"), ("rowwise", "interleaved")),
+    *(("block", "transposed"), ("mx", "interleaved")),
+    *(("delayed", "interleaved"), ("current", "interleaved"), ("rowwise", "plain"), ("block", "without a gate")),
+    ("mx", "transposed"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "layout"), few(MIXED, *MIXED[:6]))
 def test_a_job_and_its_checkpoint_export_what_an_eval_forward_multiplies_with(
     tmp_path: Path, recipe: str, layout: str
 ) -> None:
@@ -401,11 +398,12 @@ SHARDED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", SHARDED.values(), ids=SHARDED)
+@pytest.mark.parametrize("name", few(SHARDED, "rows, high", "experts", "to bfloat16", "transposed", "blocks"))
 def test_sharded_experts_are_exported_whole_and_from_their_checkpoint(
-    two_ranks: RankPool, tmp_path: Path, job: Job
+    two_ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
     """In high precision, forwards multiply with experts as they are stored, or as FSDP2 gathered them in FP8."""
+    job = SHARDED[name]
     two_ranks.run(_sharded, job, tmp_path)
     flags = ["--gathered-in", "bfloat16"] if "mp_policy" in job.shard else []
     for case in ("fp8", "high"):

@@ -190,7 +190,7 @@ _UNHURRIED = settings(deadline=None, suppress_health_check=list(HealthCheck), pr
 
 
 @pytest.mark.slow
-@settings(_UNHURRIED, max_examples=200)
+@settings(_UNHURRIED, max_examples=100)
 @given(data=st.data())
 def test_damaged_files(valid: dict[str, Content], data: st.DataObject) -> None:
     _fuzz(valid, data)

@@ -102,7 +102,7 @@ def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
 def test_a_wrong_product_is_found_by_audits_alone_and_the_folder_shows_it(tmp_path: Path) -> None:
     """With "warn" the run goes on. Later checks find its ranks equal, and that does not make it sound."""
     flags = [*TINY, "--inject", "product:1:1", "--check-policy", "warn"]
-    found = finish(tmp_path / "found", RANKS, *flags, "--check-every", "2", "--audit-every", "1")
+    found = finish(tmp_path / "found", RANKS, *flags, "--check-every", "2", "--audit-every", "1", "--steps", "4")
     unseen = finish(tmp_path / "unseen", RANKS, *flags, "--check-every", "1", "--steps", "4")
     assert [run.summary["divergences"] for run in (found, unseen)] == [1, 0]
     assert unseen.summary["checks"] == 4
@@ -172,7 +172,7 @@ def replay_of(out: Path, mode: str, precision: str, *flags: str) -> dict[str, An
 )
 def test_a_sample_that_gives_a_nan_is_named(mode: str, precision: str, tmp_path: Path) -> None:
     rank = 0 if mode == "none" else 1
-    flags = ["--replay-on", "nonfinite", "--loss-guard", "skip", "--inject", f"nan-sample:{rank}:5"]
+    flags = ["--steps", "6", "--replay-on", "nonfinite", "--loss-guard", "skip", "--inject", f"nan-sample:{rank}:5"]
     replay = replay_of(tmp_path, mode, precision, *flags)
     place = {"step": 5, "trigger": "nonfinite", "replayed_step": 5, "microbatch": 1, "rank": rank}
     assert (place | {"module": "embedding", "what": "output"}).items() <= replay.items()
@@ -199,7 +199,7 @@ def test_what_differs_from_run_to_run_is_named(fault: str, mode: str, precision:
 @pytest.mark.slow
 def test_a_jump_names_the_cast_and_the_step_of_its_amax(tmp_path: Path) -> None:
     flags = ["--history-len", "1", "--scale-jump", "64", "--replay-on", "jump", "--inject", "outlier:1:5"]
-    replay = replay_of(tmp_path, "ddp", "fp8", *flags)
+    replay = replay_of(tmp_path, "ddp", "fp8", *flags, "--steps", "7")
     assert {"step": 6, "trigger": "jump", "replayed_step": 5}.items() <= replay.items()
     jump = events(tmp_path, "jump")[0]
     who = {"step": 6, "cause_step": 5, "rank": 1, "module": "blocks.1.mlp_in", "role": "input"}

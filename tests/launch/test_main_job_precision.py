@@ -18,7 +18,9 @@ COLD = "slots had no amax in the first step"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "parallel"), few([("rowwise", "fsdp2"), ("block", "ddp")], ("rowwise", "fsdp2")))
+@pytest.mark.parametrize(
+    ("recipe", "parallel"), few([("rowwise", "fsdp2"), ("rowwise", "ddp"), ("block", "ddp")], ("rowwise", "ddp"))
+)
 def test_each_recipe_learns_and_leaves_ranks_alike(runs: Runs, recipe: str, parallel: str) -> None:
     run = runs(RANKS, *TWO_BLOCKS, "--recipe", recipe, "--parallel", parallel, "--check-every", "5")
     assert run.summary["fp8_slots"] == len(SLOTS)

@@ -39,7 +39,7 @@ RESUMED: dict[str, tuple[str, str, int, int]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few(RESUMED, "ddp"))
+@pytest.mark.parametrize("name", few(RESUMED, "alone"))
 def test_a_resumed_run_is_the_same_run(name: str, runs: Runs, tmp_path: Path) -> None:
     words, ranks, end, save = RESUMED[name]
     flags = [*TINY, *words.split(), "--save-every", str(save)]

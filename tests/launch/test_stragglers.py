@@ -180,7 +180,8 @@ def test_one_slow_rank_of_four(runs: Runs) -> None:
     assert_named(runs(RANKS, *TINY, *flags, NPROC="4"), 2, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.nightly
 def test_high_precision_has_stragglers_too(runs: Runs) -> None:
     flags = [*TINY, "--precision", "fp32", "--accumulate", "2", "--inject", f"slow:0:{SLOW_MS // 2}"]
     run = runs(RANKS, *flags)

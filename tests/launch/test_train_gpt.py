@@ -85,7 +85,7 @@ def test_a_resumed_run_is_the_same_run(
     saved = tmp_path / "run/checkpoints"
     assert sorted(path.name for path in saved.iterdir()) == [f"step-{step:08d}" for step in (5, 10, 12)]
     for given in ((), ("--resume", str(saved / "step-00000005"))):
-        done = start(EXAMPLE_RANKS, *flags, *given, "--out", str(tmp_path / "run"), NPROC=ranks)
+        done = start(EXAMPLE_RANKS, *flags, *given, "--out", str(tmp_path / "run"), NPROC="1")
         assert_refused(done, "has checkpoints: resume with --resume auto")
     for step in (10, 12):
         shutil.rmtree(saved / f"step-{step:08d}")

@@ -302,7 +302,7 @@ def test_the_crossover_needs_a_sure_win(first: int, found: int | None, monkeypat
             (jobs.BF16, "graph"),
             *((recipe, "eager") for recipe in RECIPES),
         ],
-        ("rowwise", "compiled"),
+        ("delayed", "graph"),
         (jobs.BF16, "graph"),
     ),
 )

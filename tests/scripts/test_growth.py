@@ -15,7 +15,7 @@ from tests.support.counted import counted_calls
 from tests.support.ranks import on_ranks
 from tests.support.suite import few
 
-FEW, TIMES = 5 * BLOCK, 4
+FEW, TIMES = 4 * BLOCK, 4
 
 
 def _counts(linears: int, layout: str) -> dict[str, int]:

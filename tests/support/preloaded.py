@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 
 import numpy.ctypeslib
+import numpy.ma
 import pytest
 import torch._dynamo
 import torch._functorch.aot_autograd
@@ -19,10 +20,11 @@ import torch.utils.flop_counter
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
+import fp8dist.runs.public
 import launch.train_gpt.train
 import tests.support.lab.job
 
-__all__ = ["launch", "numpy", "pytest", "tests", "torch"]
+__all__ = ["fp8dist", "launch", "numpy", "pytest", "tests", "torch"]
 
 install_importhook(get_config())  # An assertion that fails on a rank shows its values, as in pytest's own process.
 
