@@ -237,6 +237,7 @@ def shares(compiler: Compiler) -> None:
         ("row-wise", torch.empty(tokens, 1), (1, features)),
         ("1x128", torch.empty(features // 128, tokens).t(), (1, 128)),
         ("128x128", torch.empty(tokens // 128, features // 128), (128, 128)),
+        ("1x32", torch.empty(tokens, features // 32), (1, 32)),
     )
     for name, x, dtype in (
         ("bf16", empty(tokens, features), E4M3),
