@@ -37,11 +37,12 @@ BY_DATA = ("weights written after each step: .data", "local sgd: attached inner"
 NOTHING_SHARED = ("local sgd", "fsdp2", "ranks hold parameters of their own")
 """Programs in which no parameter is known to be on two ranks, which a check says."""
 
+SLOW = ("compiled", "resumed in any order")
 RARE = "prepared after it was compiled and run"
 """It takes seconds."""
 
 ALONE = [
-    pytest.param(name, marks=NIGHTLY if name == RARE else pytest.mark.slow if "in any order" in name else ())
+    pytest.param(name, marks=NIGHTLY if name == RARE else pytest.mark.slow if name.startswith(SLOW) else ())
     for name, scenario in SCENARIOS.items()
     if scenario.ranks == 1
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -340,9 +341,14 @@ def test_all_ranks_of_an_axis_must_take_part() -> None:
     """The two ranks of a part check along an axis of all four."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
+    model, given = nn.Sequential(nn.Linear(16, 16)), {"group": mesh["tp"], "axes": {"all": dist.group.WORLD}}
+    manager = fp8dist.prepare(model, **given)  # type: ignore[arg-type]
+    with captured_log():
+        manager.attach(model)
     text = "axis all has ranks that do not take part: all ranks of an axis must check"
-    with pytest.raises(ConfigurationError, match=text):
-        fp8dist.check(nn.Linear(16, 16), group=mesh["tp"], axes={"all": dist.group.WORLD})
+    for check in (manager.check, partial(fp8dist.check, nn.Linear(16, 16), **given)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match=text):
+            check()
 
 
 @pytest.mark.parametrize("how", ["axes", "values"])
@@ -488,12 +494,12 @@ def test_arguments_of_another_type_are_refused() -> None:
     assert fp8dist.Axes.of({}) is None
 
 
-def _messages(rank: int, size: int, shape: tuple[int, int]) -> list[tuple[str, int]]:
+def _messages(rank: int, size: int, shape: tuple[int, int], norms: int = 50) -> list[tuple[str, int]]:
     """Return the collectives of a first check and a later one, as (name, bytes), of one rank of a job."""
     # On the fake backend, which adds nothing up, ranks would seem to mean other sets. (That is one sum of 8 bytes.)
     agree = mock.patch("fp8dist.checks.protocol._disputed_memberships", return_value=[])
     with world(rank, size), agree, counted_collectives() as calls:
-        mesh, model = mesh_of(("dp", "tp"), shape), nn.Sequential(*(nn.LayerNorm(4) for _ in range(50)))
+        mesh, model = mesh_of(("dp", "tp"), shape), nn.Sequential(*(nn.LayerNorm(4) for _ in range(norms)))
         for _ in range(2):
             assert not fp8dist.check(model, axes=mesh).findings
     return list(zip(calls.names, calls.sizes))
@@ -503,3 +509,6 @@ def test_16_384_ranks_send_the_same_messages_as_four() -> None:
     of_four = _messages(3, 4, (2, 2))
     assert [of for of in of_four if of[0] == "all_reduce"] == of_four
     assert _messages(MANY - 1, MANY, AXES) == of_four
+    # Along an axis, a first check sends 16 bytes more for each tensor more, and later ones nothing more.
+    more = [many - few for (_, many), (_, few) in zip(of_four, _messages(3, 4, (2, 2), 40), strict=True)]
+    assert [size for size in more if size] == [16 * 20] * 2

@@ -221,6 +221,9 @@ def test_a_rank_that_does_not_ask_for_it_is_found() -> None:
     assert finding.kind == "layout"
     assert finding.detail == "rank 1: (); rank 0: ('computations',)"
     assert "settings.compute: None here, True there" in str(caught.value)
+    # Nothing else is compared here, so one rank would go on where the other one raises.
+    report = fp8dist.check(nn.Linear(8, 8), coherence=dist.get_rank() == 0, policy="warn")
+    assert [f.detail for f in report.findings] == ["rank 1: (); rank 0: ('coherence',)"]
 
 
 @on_ranks(2)

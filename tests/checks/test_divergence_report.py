@@ -13,6 +13,7 @@ import pytest
 
 from fp8dist import DivergenceReport, Finding
 from fp8dist.checks.report import sides_of, split
+from fp8dist.common.divergence import Participant
 from fp8dist.errors import DivergenceError
 
 
@@ -337,3 +338,9 @@ def test_the_lowest_rank_of_the_majority_speaks(findings: list[Any], speaker: in
 def test_a_majority_is_more_than_half(values: dict[int, str], sides: Any, majority: Any) -> None:
     assert sides_of(values) == sides
     assert split(sides) == majority
+
+
+def test_a_finding_learns_where_its_ranks_are() -> None:
+    everyone = [Participant(rank, f"host{rank}", rank % 2, f"cuda:{rank}", None) for rank in range(4)]
+    found = Finding(1, "parameter", "w", (3, 0), 1).located(everyone)
+    assert (found.hosts, found.local_ranks, found.devices) == (("host3", "host0"), (1, 0), ("cuda:3", "cuda:0"))

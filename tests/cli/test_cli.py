@@ -480,6 +480,7 @@ def test_the_first_difference_of_traces_is_one_sentence(tmp_path: Path, capsys: 
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_across_ranks_each_brings_its_own_trace(tmp_path: Path) -> None:
     check = ("-m", "fp8dist", "check", str(tmp_path / "{rank}"))
     traced(tmp_path / "0")

@@ -11,6 +11,7 @@ from scripts.pages.__main__ import main
 from scripts.pages.commands import block, masked, output_of
 from scripts.pages.filling import ROOT, filled, names, pages, problems
 from scripts.pages.parts import REFERENCE
+from tests.support.suite import few
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in pages()}
 SHOWN = sorted({name.removeprefix("command ") for text in PAGES.values() for name in names(text) if "command " in name})
@@ -25,7 +26,7 @@ def test_parts_are_up_to_date() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", few(SHOWN, *(name for name in SHOWN if name != "demo")))  # The demo takes minutes.
 def test_commands_still_print_what_is_shown(name: str) -> None:
     """If this fails, run ``python -m scripts.pages commands NAME`` to update the output."""
     shown = next(text for text in PAGES.values() if f"command {name}" in names(text))

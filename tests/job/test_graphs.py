@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp8dist
-from fp8dist import ConfigurationError, DelayedScaling, StateManager
+from fp8dist import ConfigurationError, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, StateManager
 from fp8dist.job.early_launch import early_launcher
 from tests.support.elements import flip
 from tests.support.graphs import EmulatedGraph
@@ -32,10 +32,15 @@ class _Job:
     """A net with a static batch, as a capture requires."""
 
     def __init__(
-        self, momentum: float = 0.9, update: Any = "same_step", warmup: Any = "current", **options: Any
+        self,
+        momentum: float = 0.9,
+        update: Any = "same_step",
+        warmup: Any = "current",
+        recipe: Recipe | None = None,
+        **options: Any,
     ) -> None:
         self.net: nn.Module = make_net()
-        recipe = DelayedScaling(history_len=3, update=update, warmup=warmup)
+        recipe = recipe or DelayedScaling(history_len=3, update=update, warmup=warmup)
         self.manager: StateManager = fp8dist.prepare(self.net, recipe, **options)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=momentum)
         self.manager.attach(optimizer=self.optimizer)
@@ -109,10 +114,19 @@ def _assert_equal(mine: _Job, theirs: _Job) -> None:
     assert all(map(torch.equal, mine.net.parameters(), theirs.net.parameters()))
 
 
-@pytest.mark.parametrize(("update", "warmup"), [("same_step", "current"), ("next_step", "unit")])
-def test_replays_are_steps(update: str, warmup: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"update": "same_step", "warmup": "current"},
+        {"update": "next_step", "warmup": "unit"},
+        {"recipe": CurrentScaling()},
+        {"recipe": MXFP8Scaling()},
+    ],
+    ids=str,
+)
+def test_replays_are_steps(options: dict[str, Any]) -> None:
     """Losses, parameters and FP8 state equal eager mode bit for bit, including scales and step counter."""
-    eager, graphed = (_Job(update=update, warmup=warmup) for _ in range(2))
+    eager, graphed = (_Job(**options) for _ in range(2))
     assert _replayed(graphed) == _eager(eager)
     assert graphed.manager.steps == WARM_UP + REPLAYS
     _assert_equal(graphed, eager)

@@ -276,6 +276,7 @@ def test_tied_weights_have_one_slot() -> None:
     assert manager.slot("a", "weight").scale.data_ptr() == manager.slot("b", "weight").scale.data_ptr()
     assert manager.slot("b", "input").amax == 1
     assert manager.slot("a", "input").amax == 8
+    assert (model.a.weight.grad == 4 * (8 + 32 * 0.25)).all()  # Of both.
 
 
 def test_register_and_record() -> None:
@@ -348,6 +349,9 @@ def test_a_dead_model_takes_its_state_along_without_the_garbage_collector() -> N
         manager.attach(model, optimizer=optimizer)
         model(torch.ones(16, 32)).sum().backward()
         optimizer.step()
+        with torch.no_grad():
+            model[0].weight.mul_(3)
+        model(torch.ones(16, 32)).sum().backward()
         watched = {"model": weakref.ref(model), "manager": weakref.ref(manager)}
         watched["arena"] = weakref.ref(manager._syncs[0].arena)
         del model, manager, optimizer

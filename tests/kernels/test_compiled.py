@@ -243,6 +243,7 @@ def test_products_on_hopper(checked: Check) -> None:
             assert one.count(rf"QGMMA\.64x\d+x32\.F32\.{formats}") == one.count("QGMMA")
 
 
+@pytest.mark.nightly
 def test_products_on_blackwell(checked: Check) -> None:
     by_case = {one.case: one for one in checked("matmuls", 100, 33)}
     for case, one in by_case.items():
@@ -253,13 +254,13 @@ def test_products_on_blackwell(checked: Check) -> None:
                 assert one.count(moves) == upright.count(moves), (case, moves)
 
 
-@pytest.mark.parametrize("capability", [89, 120])
+@pytest.mark.parametrize("capability", few([89, 120], 89))
 def test_products_on_consumer_gpus(checked: Check, capability: int) -> None:
     for one in checked("matmuls", capability, 6):
         assert one.count("QMMA") > 0, one.case
 
 
-@pytest.mark.parametrize(("capability", "count"), [(90, 27), (100, 24), (89, 5), (120, 5)])
+@pytest.mark.parametrize(("capability", "count"), few([(90, 27), (100, 24), (89, 5), (120, 5)], (90, 27)))
 def test_sums_with_a_buffer(checked: Check, capability: int, count: int) -> None:
     """They keep the pipeline of the product. Scaling and addition are two roundings: no FFMA."""
     for one in checked("matmuls_into", capability, count):

@@ -22,7 +22,7 @@ KILLED = [
 """The parallelism, the fault, and the step from which the job goes on."""
 
 
-@pytest.mark.parametrize(("parallel", "fault", "resumed"), few(KILLED, *KILLED[:2]))
+@pytest.mark.parametrize(("parallel", "fault", "resumed"), few(KILLED, KILLED[1]))
 def test_a_killed_rank_costs_steps_but_no_bit(
     tmp_path: Path, runs: Runs, parallel: str, fault: str, resumed: int
 ) -> None:

@@ -21,6 +21,7 @@ from fp8dist.state.manifest import NUMERICS_VERSION
 from tests.support.hosted_job import START, TIMEOUT, HostedJob, assert_same
 from tests.support.hosts import Lab, lab_or_skip
 from tests.support.main_job import ROOT, Run, metrics
+from tests.support.suite import few
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("hosts")]  # They mostly wait, so others may run beside them.
 
@@ -59,15 +60,15 @@ LATER = (
 STORE = r"The job's store on host0:29500 cannot be reached: this host is cut off, or that one is gone"
 
 
-@pytest.mark.parametrize(
-    ("when", "victim", "lost_to", "where"),
-    [
-        ("stop-update", 2, "both", IN_THE_SYNC),
-        ("stop-update", 0, "both", IN_THE_SYNC),  # The store is there.
-        ("stop-sync", 1, "others", LATER),
-        ("stop-step", 2, "victim", LATER),
-    ],
-)
+LOST = [
+    ("stop-update", 0, "both", IN_THE_SYNC),  # The store is there.
+    ("stop-sync", 1, "others", LATER),
+    ("stop-update", 2, "both", IN_THE_SYNC),
+    ("stop-step", 2, "victim", LATER),
+]
+
+
+@pytest.mark.parametrize(("when", "victim", "lost_to", "where"), few(LOST, *LOST[:2]))
 def test_the_others_say_who_is_missing(
     lab: Lab, tmp_path: Path, when: str, victim: int, lost_to: str, where: str
 ) -> None:
@@ -126,6 +127,7 @@ time_t time(time_t *now) {
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to set a host's clock with")
 def test_a_slow_host_and_one_a_day_ahead_change_no_bit(lab: Lab, tmp_path: Path, undisturbed: Run) -> None:
     library = tmp_path / "tomorrow.so"
@@ -167,7 +169,7 @@ def test_a_host_of_another_version_is_named(lab: Lab, tmp_path: Path) -> None:
     job.assert_gone()
 
 
-@pytest.mark.parametrize("comes_back", [False, True], ids=["killed", "cut for a while"])
+@pytest.mark.parametrize("comes_back", few([False, True], True))  # Else it was killed.
 def test_a_host_that_is_started_again_resumes(lab: Lab, tmp_path: Path, undisturbed: Run, comes_back: bool) -> None:
     """The other hosts wait for it in torchrun's rendezvous. All resume from the checkpoint."""
     kind = "stop-step:2:7"

@@ -5,6 +5,7 @@ Steps that are captured are in ``tests/job/test_graphs.py``."""
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -172,6 +173,18 @@ def test_compiled_in_one_graph_it_trains_as_in_eager_mode(name: str) -> None:
     """And where sizes and precision stay the same, it is not compiled again."""
     case = CASES[name]
     assert train(case, "aot_eager") == train(replace(case, run=plain))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.long
+def test_compiled_by_inductor_it_trains_as_in_eager_mode() -> None:
+    """Up to rounding: Inductor fuses the operations around the ops."""
+    case = Case(backend="torch")
+    mine, theirs = (
+        torch.frombuffer(bytearray(b"".join(train(case, by)[0])), dtype=torch.float32) for by in ("inductor", None)
+    )
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=0)
 
 
 THROUGH_OPS: dict[str, Recipe] = {

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
 import fp8dist
@@ -208,9 +209,12 @@ def test_a_recomputed_weight_is_not_kept_for_the_backward() -> None:
 
     module, _ = linear()
     parametrize.register_parametrization(module, "weight", Doubled())
-    y = module(inputs(5, 48).requires_grad_())
+    saved: list[torch.dtype] = []
+    with saved_tensors_hooks(lambda x: saved.append(x.dtype) or x, lambda x: x):
+        y = module(inputs(5, 48).requires_grad_())
     assert y.requires_grad
     assert made[-1]() is None
+    assert saved.count(E4M3) == 2, "the input's and the weight's copy, which save_on_cpu may move"
 
 
 @pytest.mark.parametrize(

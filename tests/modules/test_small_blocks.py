@@ -175,8 +175,9 @@ def test_training_is_not_changed_when_it_is(how: str) -> None:
     assert seen[0] == seen[1]
 
 
-def test_replays_repeat_a_step() -> None:
-    net, _, optimizer = _prepared(NVFP4Scaling())
+@pytest.mark.parametrize("recipe", [NVFP4Scaling(), MXFP8Scaling()], ids=repr)
+def test_replays_repeat_a_step(recipe: Recipe) -> None:
+    net, _, optimizer = _prepared(recipe)
     _train(net, optimizer, range(2))
     net(torch.randn(9, 64)).sum().backward()  # A microbatch before the replay.
     report = fp8dist.replay(net, lambda x: net(x).square().mean().backward(), torch.randn(9, 64))

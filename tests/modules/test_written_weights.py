@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 import fp8dist
-from fp8dist import DelayedScaling
+from fp8dist import ConfigurationError, DelayedScaling
 from tests.support.linear import watched_casts
 from tests.support.serving import watched_products
 from tests.support.training import bits, make_net, parameter_bits, state_bits
@@ -227,6 +227,11 @@ def test_a_weight_that_lies_elsewhere_is_watched(how: str) -> None:
     with manager.swapped_weights():
         pass
     assert written(linear)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(x).sum().backward()
+    optimizer.step()
+    with pytest.raises(ConfigurationError, match="a second time"):  # No boundary: it is not attached.
+        optimizer.step()
 
 
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -92,6 +92,7 @@ def test_check(tree: Path, tmp_path: Path) -> None:
     assert list(dict.fromkeys(order)) == [f"tests/{file}.py" for file in files]
 
 
+@pytest.mark.nightly
 def test_a_failure_is_in_the_last_lines(tree: Path, tmp_path: Path) -> None:
     planted = tree / "tests" / "kernels" / "test_fused_planted.py"
     uses = "from tests.support.devices import DEVICE\n"  # As all tests that run on a GPU.

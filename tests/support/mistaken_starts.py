@@ -22,12 +22,29 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling
 from tests.support.mistakes import LAYOUTS, STEPS, Case, adamw, larger, load, make_net, ranks_of
-from tests.support.scenarios import NOT_SILENT, RAISED, RIGHT, Scenarios
+from tests.support.scenarios import NOT_SILENT, RAISED, RIGHT, WARNED, Scenarios
 
 SCENARIOS = Scenarios()
 scenario, add = SCENARIOS.scenario, SCENARIOS.add
 
 SOON = timedelta(seconds=4)
+
+
+class InPart(nn.Module):
+    """Only ``proj`` can be in FP8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.mixing = nn.Linear(32, 32), nn.Bilinear(32, 32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.proj(x)
+        return self.mixing(h, h)
+
+
+@scenario("FP8 leaves out a part", WARNED, "mixing", "%", once=True)
+def covered_in_part(case: Case) -> None:
+    case.attached(net=InPart()).train(3)
 
 
 @scenario("DDP(prepare(model))", RAISED, "prepare", ranks=2)
@@ -123,7 +140,8 @@ def _smaller(layout: str) -> Callable[[Case], None]:
     return program
 
 
-add("the group is smaller than that of ddp", _smaller("ddp"), RAISED, r"prepare\(group=", **ALL)
+for _layout in ("ddp", "fsdp2"):
+    add(f"the group is smaller than that of {_layout}", _smaller(_layout), RAISED, r"prepare\(group=", **ALL)
 add("the group is smaller than that of fsdp1", _smaller("fsdp1"), NOT_SILENT, "group=", ranks=2)
 
 
@@ -154,6 +172,17 @@ def _seeds(layout: str, early: bool = False) -> Callable[[Case], None]:
 for _layout in ("ddp", "tp"):
     add(f"ranks have other seeds, {_layout}", _seeds(_layout), RIGHT, ranks=2)
 add("ranks have other seeds, attached before DDP", _seeds("ddp", True), NOT_SILENT, ranks=2)
+
+
+@scenario("one rank loads other weights, DDP", NOT_SILENT, ranks=2)
+def one_rank_loads(case: Case) -> None:
+    """No rank's output shows this mistake. FP8 makes it no worse than it is in float32."""
+    case.attached("ddp").train(2)
+    if case.rank == 1:
+        with torch.no_grad():
+            case.called.module.down.weight.mul_(8)
+    case.output().optimizer.zero_grad()
+    case.train(4).judge()
 
 
 def _unequal(layout: str, **settings: Any) -> Callable[[Case], None]:

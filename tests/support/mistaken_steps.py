@@ -40,6 +40,8 @@ def _recreated(layout: str = "one", recipe: Any = None, steps: int = 3) -> Any:
 
 add("optimizer re-created after attach", _recreated(), RAISED, *RECREATED)
 add("optimizer re-created before the first step", _recreated(steps=0), RAISED, *RECREATED)
+_NEXT_STEP = _recreated(recipe=fp8dist.DelayedScaling(update="next_step"))
+add("re-created, next_step", _NEXT_STEP, RAISED, *RECREATED)
 _CURRENT = _recreated(recipe=fp8dist.CurrentScaling())
 add("re-created, under a recipe without histories", _CURRENT, NOT_SILENT, *RECREATED)
 for _layout in ("ddp", "gather"):
@@ -147,7 +149,15 @@ class Hooked(Duck):
     register_step_post_hook = register_step_pre_hook
 
 
-for _class in (Duck, Hooked):
+class Uninitialised(torch.optim.SGD):
+    """Does not call super().__init__(). torch has hooked the step that it inherits."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = torch.optim.SGD(params, lr=LR).param_groups
+        self.state: Any = {}
+
+
+for _class in (Duck, Hooked, Uninitialised):
     scenario(f"an optimizer without torch's hooks: {_class.__name__}", RAISED, _class.__name__, REMEDY[1])(
         lambda case, kind=_class: case.attached(make=lambda net: kind(net.parameters()))
     )
@@ -326,6 +336,25 @@ def recorded_steps(case: Case) -> None:
     case.train().judge(STEPS)
 
 
+@scenario("a second backward after the step, without a new forward", NOT_SILENT)
+def second_backward(case: Case) -> None:
+    weights = weights_of(case.attached().train(3).called)
+    x, y = batch(0, 3)
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    loss = loss_of(case.called(mine), y)
+    loss.backward(retain_graph=True)
+    case.step()
+    mine.grad = None
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):  # The error that nn.Linear raises too.
+            raise
+        return
+    (expected,) = torch.autograd.grad(loss_of(plain(weights, theirs), y), theirs)
+    case.measure("gradient of the second backward", mine.grad, expected, 0.2)
+
+
 @scenario("an evolution strategy: no backward at all", RIGHT)
 def no_backward(case: Case) -> None:
     case.build().attach(optimizer=None)
@@ -335,6 +364,8 @@ def no_backward(case: Case) -> None:
                 p.mul_(1.6)
             x, _ = batch(0, index)
             case.measure(f"output {index}", case.called(x), plain(weights_of(case.called), x))
+            if index % 2:
+                case.manager.step()
 
 
 @scenario("evaluated only: never attached, never trained", RIGHT)

@@ -16,8 +16,9 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
 
-from fp8dist import BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling
 from tests.support.quiet import (
+    HISTORY,
     PLAIN,
     STEPS,
     Loop,
@@ -27,6 +28,8 @@ from tests.support.quiet import (
     microbatches,
     mlp,
     nothing,
+    state_is_right,
+    take,
     take_all,
     weight_bits,
 )
@@ -218,6 +221,23 @@ def gradscaler_disabled() -> None:
     Loop(attach=lambda trial: trial.attach(trial.optimizer, scaler=scaler), step=step, same=PLAIN)()
 
 
+@SCENARIOS.program
+def compiled() -> None:
+    """Attached as compiled, under ``next_step``."""
+    trial = Trial(recipe=DelayedScaling(history_len=HISTORY, update="next_step"), judged=False)
+    forward: Any = torch.compile(trial.net, backend="aot_eager")
+    optimizer = trial.adamw()
+    trial.manager.attach(forward, optimizer=optimizer)
+    for index in range(STEPS):
+        x, y = batch(index)
+        output = forward(x)
+        trial.compare(output, x)
+        nn.functional.mse_loss(output, y).backward()
+        take(optimizer)
+    trial.accurate()
+    state_is_right(trial.manager, STEPS)
+
+
 def starts_high(trial: Trial) -> None:
     trial.attach(trial.optimizer)
     trial.manager.set_precision("*", "high", steps=2)
@@ -265,9 +285,9 @@ SCENARIOS.table(
 )
 
 
-@SCENARIOS.program
-def inference_only() -> None:
-    trial = Trial()
+@SCENARIOS.variants(recipe=["delayed", *RECIPES])
+def inference_only(recipe: str) -> None:
+    trial = Trial(recipe=RECIPES.get(recipe))
     trial.net.eval()
     for index, mode in itertools.product(range(4), (torch.inference_mode, torch.no_grad, torch.enable_grad)):
         with mode():
@@ -298,6 +318,8 @@ def switched_off(boundary: str) -> None:
         trial, plain = Trial(), mlp()
         optimizer, expected = trial.adamw(), AdamW(plain.parameters(), lr=0.01)
         trial.attach(optimizer, boundary=boundary)
+        with trial.manager.calibrate():
+            trial.backward(0)
         for index in range(STEPS):
             trial.train(optimizer, 1, start=index)
             trial.train(expected, 1, start=index, net=plain)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import fp8dist
-from fp8dist import DelayedScaling
+from fp8dist import DelayedScaling, RowwiseScaling
 from tests.support.quiet import (
     HISTORY,
     PLAIN,
@@ -52,9 +52,10 @@ def an_unrelated_plain_model_trains_beside_it() -> None:
 
 @SCENARIOS.variants(optimizers=["one", "one each, in threads"])
 def two_managers(optimizers: str) -> None:
-    """Each manager trains as if it were alone, also if one optimizer's step is the boundary of both."""
+    """Each manager, with its own recipe, trains as if it were alone, even if both have one optimizer."""
     nets = partial(mlp, 32, 64, 16), partial(mlp, 32, 48, 16)
-    trials = [Trial(net()) for net in nets]
+    recipes = None, RowwiseScaling()
+    trials = [Trial(net(), recipe) for net, recipe in zip(nets, recipes)]
     one = AdamW([p for trial in trials for p in trial.parameters()], lr=0.01)
     for trial in trials:
         trial.optimizers = [one if optimizers == "one" else trial.adamw()]
@@ -70,9 +71,9 @@ def two_managers(optimizers: str) -> None:
             for trial in trials:
                 trial.backward(index)
             take(*dict.fromkeys(trial.optimizer for trial in trials))
-    for trial, net in zip(trials, nets):
+    for trial, net, recipe in zip(trials, nets, recipes):
         trial.right(STEPS)
-        assert trial.bits() == Loop(net=net).run().bits()
+        assert trial.bits() == Loop(net=net, prepared={"recipe": recipe}).run().bits()
 
 
 @SCENARIOS.variants(copied=["the net", "the net and its optimizer"])
@@ -117,6 +118,20 @@ def averaged_model(made: str) -> None:
     trial.right(steps)
     assert weight_bits(average.module) == weight_bits(expected.module)
     assert fp8dist.get_manager(average.module).steps == 0
+
+
+@SCENARIOS.program
+def swa_with_batchnorm() -> None:
+    trial, optimizer = attached(mlp(norm=True), make=Trial.sgd)
+    average, scheduler = AveragedModel(trial.net), SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
+    for index in range(STEPS):
+        trial.train(optimizer, 1, start=index)
+        if index >= 2:
+            average.update_parameters(trial.net)
+            scheduler.step()
+    update_bn([batch(index)[0] for index in range(4)], average)
+    trial.evaluate(average.eval())
+    trial.right(STEPS)
 
 
 @torch.no_grad()
@@ -282,20 +297,46 @@ class Generated(nn.Module):
         self.g, self.d = mlp(32, 64, 32), mlp(32, 64, 16)
 
 
+@SCENARIOS.variants(between=["nothing", "D is frozen and clipped"])
+def gan_with_two_managers(between: str) -> None:
+    """D takes two steps per step of G."""
+    both = Generated()
+    g, d = Trial(both.g), Trial(both.d)
+    of_g, of_d = g.adamw(0.003), d.adamw(0.003)
+    g.attach(of_g)
+    d.attach(of_d)
+    for index in range(2 * STEPS):
+        noise, real = batch(index)[0], batch(index + 1)[0]
+        (d.net(g.net(noise).detach()).mean() - d.net(real).mean()).backward()
+        take(of_d)
+        with torch.no_grad():
+            for p in d.parameters() if between != "nothing" else ():
+                p.clamp_(-0.15, 0.15)
+        if index % 2:
+            d.net.requires_grad_(between == "nothing")
+            (-d.net(g.net(noise)).mean()).backward()
+            take(of_g)
+            of_d.zero_grad()
+            d.net.requires_grad_(True)
+    g.right(STEPS)
+    d.right(2 * STEPS)
+
+
 @SCENARIOS.program
 def gan_with_one_manager() -> None:
-    """D and G alternate, and G's step comes last."""
+    """D and G alternate, and G's step comes last. D is frozen then, and torch counts no write of a fused optimizer."""
     both = Generated()
     trial = Trial(both, judged=False)
-    of_d, of_g = AdamW(both.d.parameters(), lr=0.003), AdamW(both.g.parameters(), lr=0.003)
+    of_d, of_g = (AdamW(part.parameters(), lr=0.003, fused=True) for part in (both.d, both.g))
     trial.attach(of_d, of_g)
     for index in range(STEPS):
         noise, real = batch(index)[0], batch(index + 1)[0]
         (both.d(both.g(noise).detach()).mean() - both.d(real).mean()).backward()
         take(of_d)
+        both.d.requires_grad_(False)
         (-both.d(both.g(noise)).mean()).backward()
         take(of_g)
-        of_d.zero_grad()
+        both.d.requires_grad_(True)
     for part, twin in ((both.g, trial.twin.g), (both.d, trial.twin.d)):
         twin.load_state_dict(part.state_dict())
         with torch.no_grad():

@@ -82,16 +82,23 @@ class Sam(Optimizer):
         return ((group, p) for group in self.param_groups for p in group["params"] if p.grad is not None)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def first_step(self) -> None:
         norm = torch.stack([p.grad.norm() for _, p in self._all()]).norm()  # type: ignore[union-attr]
         for group, p in self._all():
             self.state[p]["old"] = p.data.clone()
             p.add_(p.grad * (group["rho"] / (norm + 1e-12)))  # type: ignore[operator]
         self.zero_grad()
-        torch.enable_grad()(closure)()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
         for _, p in self._all():
             p.data = self.state[p]["old"]
         self.optimizer.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.first_step()
+        closure()
+        self.second_step()
 
 
 class Odd(Optimizer):
@@ -121,8 +128,19 @@ def sam(trial: Trial) -> Sam:
     return Sam(trial.parameters(), AdamW, lr=0.01)
 
 
+def attach_inner(trial: Trial) -> None:
+    trial.attach(trial.optimizer.optimizer)
+
+
 def in_closure(trial: Trial, index: int) -> None:
     trial.optimizer.step(lambda: trial.backward(index))
+    trial.optimizer.zero_grad()
+
+
+def in_two_steps(trial: Trial, index: int) -> None:
+    trial.optimizer.first_step()
+    trial.backward(index)
+    trial.optimizer.second_step()
     trial.optimizer.zero_grad()
 
 
@@ -135,6 +153,9 @@ def into_main_grad(trial: Trial, index: int) -> None:
 SCENARIOS.table(
     {
         "SAM": Loop(make=sam, step=in_closure),
+        "SAM in two steps": Loop(make=sam, step=in_two_steps),
+        "SAM: inner attached": Loop(make=sam, attach=attach_inner, step=in_closure),
+        "SAM in two steps: inner attached": Loop(make=sam, attach=attach_inner, step=in_two_steps),
         **{
             f"optimizer with another learning rate: {defaults}": Loop(
                 make=lambda trial, defaults=defaults: Odd(trial.parameters(), **defaults),

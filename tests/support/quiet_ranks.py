@@ -67,6 +67,14 @@ def zero_redundancy(trial: Trial) -> Optimizer:
     return ZeroRedundancyOptimizer(trial.parameters(), optimizer_class=AdamW, lr=0.01)
 
 
+def first_frozen() -> nn.Module:
+    """With an adapter behind it."""
+    net = mlp()
+    net[0].requires_grad_(False)
+    net.add_module("lora_out", nn.Linear(16, 16))
+    return net
+
+
 def attach_averaged(trial: Trial) -> None:
     trial.attach(trial.optimizer)
     trial.average = AveragedModel(trial.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # type: ignore[attr-defined]
@@ -88,6 +96,11 @@ SCENARIOS.table(
         "DDP: next_step, with the hook": in_ddp("next_step", attach=attach_hook),
         "DDP: no_sync": in_ddp(backward=no_sync, steps=3),
         "ZeroRedundancyOptimizer": in_ddp(make=zero_redundancy, same=IN_DDP),
+        "LoRA in DDP": in_ddp(
+            net=first_frozen,
+            make=lambda trial: AdamW([p for p in trial.parameters() if p.requires_grad], lr=0.01),
+            ran=lambda fqn, role: role != "grad_output",
+        ),
         "averaged in DDP, and evaluated on rank 0": in_ddp(attach=attach_averaged, after=average_on_rank_0),
     }
 )
