@@ -328,7 +328,7 @@ def _damaged(job: Job) -> Any:
     [
         # The hook launches the next sync before the last one's verdict is read.
         ("DDP, hook, next_step", "raise", [3]),
-        pytest.param("FSDP1, hook", "warn", [], marks=NIGHTLY),
+        ("FSDP1, hook", "warn", []),
         pytest.param("HSDP", "raise", [2], marks=NIGHTLY),
     ],
 )
