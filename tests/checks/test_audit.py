@@ -30,7 +30,7 @@ from tests.support.logs import captured_log
 from tests.support.parallel import mesh_of, same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks, run_apart, short_grace
 from tests.support.sharded_experts import Job, Routed, build, routed_batch
-from tests.support.suite import few
+from tests.support.suite import NIGHTLY, few
 from tests.support.training import batch, make_net, parameter_bits, state_bits
 
 RECIPES = {
@@ -143,7 +143,7 @@ def _with_faulty_rank(layout: str, recipe: str, faulty: int, what: str) -> Any:
     with captured_log(), fault:
         for index in range(SITES_OF_NET):
             trained.step(index)
-            if layout not in EXPERTS:
+            if layout not in EXPERTS and index == SITES_OF_NET - 1:
                 replicas = dist.group.WORLD if layout == "ddp" else None
                 checks.append(fp8dist.check(trained.net, policy="warn", group=replicas).diverged)
     found = {(f.name, f.ranks, f.reference_rank, f.detail.partition(" (")[0]) for f in trained.findings}
@@ -176,7 +176,7 @@ def test_products_of_a_faulty_device_are_found_and_nothing_else_sees_them(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "experts, ddp"])
+@pytest.mark.parametrize("layout", few(["ddp", "experts, ddp"], "experts, ddp"))
 def test_casts_of_a_faulty_device_are_found(layout: str, three_ranks: RankPool) -> None:
     for found, *_ in three_ranks.run(_with_faulty_rank, layout, "row", 1, "casts"):
         assert {rank for _, ranks, _, _ in found for rank in ranks} == {1}
@@ -251,7 +251,7 @@ def _bits(audit_every: int, layout: str, recipe: str) -> Any:
             ("experts, gather", "delayed"),
             ("experts, rows", "delayed"),
         ],
-        *(("ddp", "row"), ("ddp", "nvfp4"), ("experts, gather", "delayed")),
+        *(("ddp", "row"), ("experts, gather", "delayed")),
     ),
 )
 def test_audits_change_no_bit_and_find_nothing_on_sound_devices(layout: str, recipe: str, two_ranks: RankPool) -> None:
@@ -355,7 +355,7 @@ def test_a_rank_that_is_gone_is_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("which", "found"), [(2, set()), (0, {(1, 2)})])
+@pytest.mark.parametrize(("which", "found"), [pytest.param(2, set(), marks=NIGHTLY), (0, {(1, 2)})])
 @on_ranks(3)
 def test_only_ranks_that_are_alike_audit_each_other(which: int, found: set[tuple[int, ...]]) -> None:
     """Of three ranks, one is unlike the others, and one is faulty. A faulty rank that is alone repeats its own fault,
@@ -436,7 +436,7 @@ def test_a_part_of_a_product_names_the_expert() -> None:
     """Rank 1 has a wrong last row, of expert 3, in each fprop and dgrad."""
     trained = Trained("experts, ddp", audit_bytes=1)
     with captured_log(), bad_grouped_products(-1) if dist.get_rank() == 1 else contextlib.nullcontext():
-        for _ in range(2 * SITES_OF_NET):
+        for _ in range(SITES_OF_NET):
             x = torch.cat([routed_batch(0, 0, 4)[:, :32], torch.tensor([[0.0, 3.0]]).expand(12, 2)], 1)
             (trained.whole(x) - x[:, :32]).square().mean().backward()
             trained.optimizer.step()

@@ -21,6 +21,7 @@ from fp8dist import ConfigurationError, DelayedScaling, DivergenceReport
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import on_ranks
+from tests.support.suite import NIGHTLY
 from tests.support.training import SmallJob, batch, make_net
 
 
@@ -408,7 +409,7 @@ def _mesh(*shape: int) -> DeviceMesh:
 @pytest.mark.parametrize(
     ("shape", "wrapped", "named"),
     [
-        ((2, 2), True, [(2,)]),
+        pytest.param((2, 2), True, [(2,)], marks=NIGHTLY),
         ((2, 1, 2), True, [(0, 2)]),  # The ranks of the tensor-parallel axis may have other experts.
         ((2, 2), False, [(0, 2)]),  # Along the axis of the copies only.
     ],

@@ -24,6 +24,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.parallel import Block, same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
+from tests.support.suite import NIGHTLY
 from tests.support.training import SmallJob, batch, make_net, unwrapped
 
 HISTORY = DelayedScaling(history_len=3)
@@ -189,7 +190,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=NIGHTLY if name in ("tp", "hsdp of four replicas", "three and one") else ())
+        for name in LAYOUTS
+    ],
+)
 @on_ranks(4, timeout=60)
 def test_ranks_that_hold_the_same_are_compared_and_no_others(name: str) -> None:
     layout, rank = LAYOUTS[name], dist.get_rank()
@@ -317,7 +324,7 @@ def test_state_of_several_groups_is_compared_within_each(damaged: str, found: An
 @on_ranks(2, timeout=120)
 def test_a_clean_check_is_one_small_all_reduce_whatever_the_number_of_tensors(how: str) -> None:
     sizes = set()
-    for count in (3, 300) if how == "slots" else (10, 1_000):
+    for count in (3, 100) if how == "slots" else (10, 300):
         model = nn.Module()
         manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=dist.group.WORLD)
         for i in range(count):

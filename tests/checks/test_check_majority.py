@@ -19,6 +19,7 @@ from tests.support.checked import SLOTS, prepared, whole_world
 from tests.support.logs import captured_log
 from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
+from tests.support.suite import few
 
 
 def _disagreeing(values: list[float], where: str) -> Any:
@@ -65,7 +66,7 @@ the odd one is named, of four the majority decides, and two against two is none.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "values", "expected", "speaker"), CASES)
+@pytest.mark.parametrize(("where", "values", "expected", "speaker"), few(CASES, *CASES[:4]))
 def test_the_majority_names_the_odd_ranks(
     where: str,
     values: list[float],

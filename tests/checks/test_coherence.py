@@ -33,6 +33,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.experts import Experts, Mixture, routes, rows
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool, on_ranks
+from tests.support.suite import few
 
 BF16 = torch.bfloat16
 
@@ -453,7 +454,10 @@ def test_a_cast_is_freed_before_the_next_weight_is_cast() -> None:
 
 @pytest.mark.parametrize(
     ("keeps", "half", "gather"),
-    [(False, False, False), (True, False, False), (True, True, False), (True, False, True)],
+    few(
+        [(False, False, False), (True, False, False), (True, True, False), (True, False, True)],
+        *[(False, False, False), (True, True, False), (True, False, True)],
+    ),
 )
 @on_ranks(3)
 def test_weights_that_stay_gathered_while_their_shards_change_are_named(keeps: bool, half: bool, gather: bool) -> None:

@@ -26,6 +26,7 @@ from tests.modules.test_foreign_linears import Conv1D
 from tests.support.answers import known_bits, known_values, recorded_calls, word
 from tests.support.experts import Experts, Mixture, routes
 from tests.support.fp8_oracle import E4M3, operands
+from tests.support.suite import NIGHTLY
 
 CPU = torch.device("cpu")
 OUT, IN, EXPERTS = 48, 32, 4
@@ -47,8 +48,16 @@ def _results(recipe: Recipe, backend: str) -> dict[str, dict[str, torch.Tensor]]
     return {name: {f.name: f.tensor for f in content.fields(i)} for i, name in enumerate(named)}
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "reference") for name in RECIPES),
+        *(
+            pytest.param(name, "triton", marks=pytest.mark.slow if name in ("delayed", "mx") else NIGHTLY)
+            for name in RECIPES
+        ),
+    ],
+)
 def test_the_casts_are_those_of_an_independent_cast_of_independent_operands(name: str, backend: str) -> None:
     recipe = RECIPES[name]
     x = known_values((TOKENS, IN), torch.bfloat16, 0)

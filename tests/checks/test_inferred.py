@@ -19,6 +19,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.large_world import SIZE, world
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool, on_ranks
+from tests.support.suite import few
 
 WIDTH = 16
 
@@ -131,7 +132,17 @@ QUIET: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("program", QUIET)
+@pytest.mark.parametrize(
+    "program",
+    few(
+        QUIET,
+        "experts and adapters of each rank",
+        "one rank never had tokens",
+        "parted after one check",
+        "renamed after it was adopted",
+        "no checks",
+    ),
+)
 @on_ranks(2)
 def test_what_may_part_is_silent(program: str) -> None:
     assert _train(**QUIET[program])[0] == []

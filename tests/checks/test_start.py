@@ -21,13 +21,14 @@ from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import on_ranks
 from tests.support.states import state_of
+from tests.support.suite import NIGHTLY
 from tests.support.training import batch, bits, make_net
 
 
 @pytest.mark.parametrize(
     ("layout", "count", "said"),
     [
-        ("ddp", 1, "compared 6 parameters of 18.9 kB over 4 ranks in "),
+        pytest.param("ddp", 1, "compared 6 parameters of 18.9 kB over 4 ranks in ", marks=NIGHTLY),
         ("switched off", 1, "compared 6 parameters of 18.9 kB over 4 ranks in "),
         # The last one lists parameters that are equal and not compared: there is none.
         ("fsdp2", 2, "had nothing to compare over 4 ranks: 6 parameters that are DTensors without a Replicate axis"),
