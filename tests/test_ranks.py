@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,25 @@ def test_a_failure_shows_what_each_rank_did_and_the_pool_recovers(function: Any,
         with pytest.raises(RanksFailed) as failure:
             pool.run(function)
         assert [text for text in shown if text not in str(failure.value)] == []
+        assert pool.run(_sum_of_ranks) == [(0, 1), (1, 1)]
+    finally:
+        pool.close()
+
+
+def _dies_later() -> int:
+    if dist.get_rank() == 1:
+        os.write(2, b"terminate called\n")
+        threading.Timer(0.1, os.abort).start()
+    return os.getpid()
+
+
+def test_a_rank_that_dies_after_a_test_fails_the_next_one_alone() -> None:
+    pool = RankPool(2)
+    try:
+        pool.run(_dies_later)
+        wait([process.sentinel for process in pool._processes], 20)
+        with pytest.raises(RanksFailed, match=r"rank 1 died after (.*\n)+--- rank 1: ended with status -6\nterminate"):
+            pool.run(_sum_of_ranks)
         assert pool.run(_sum_of_ranks) == [(0, 1), (1, 1)]
     finally:
         pool.close()

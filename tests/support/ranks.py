@@ -62,9 +62,12 @@ class RankPool:
             RanksFailed: with every rank's traceback.
         """
         self._start()
-        for pipe in self._pipes:
-            pipe.send((function.__module__, function.__qualname__, args))
         results: dict[int, tuple[bool, Any]] = {}
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send((function.__module__, function.__qualname__, args))
+            except OSError:  # Without a new pool, all later tests would fail too.
+                self._fail(results, f"rank {rank} died after an earlier test")
         deadline = time.monotonic() + timeout
         while len(results) < self.world_size:
             waiting = {p: r for r, p in enumerate(self._pipes) if r not in results}
