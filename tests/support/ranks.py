@@ -130,23 +130,27 @@ class RankPool:
         self._starting = list(self._pipes)
 
     def _fail(self, results: dict[int, tuple[bool, Any]], what: str) -> None:
+        try:
+            text = "\n".join([f"{self.world_size} ranks: {what}", *self._said(results)])
+        finally:  # What is left of a pool would fail all later tests.
+            self.close()
+        raise RanksFailed(text)
+
+    def _said(self, results: dict[int, tuple[bool, Any]]) -> Iterator[str]:
         assert self._folder is not None
         for process in self._processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.3)
-        lines = [f"{self.world_size} ranks: {what}"]
         for rank, process in enumerate(self._processes):
             if rank in results:
                 ok, value = results[rank]
-                lines.append(f"--- rank {rank}: " + ("returned" if ok else f"raised\n{value}"))
+                yield f"--- rank {rank}: " + ("returned" if ok else f"raised\n{value}")
             else:  # What gloo or the C++ runtime wrote before an abort is there too.
                 written = Path(self._folder.name, f"stderr-{rank}").read_text(errors="replace")[-LAST_WORDS:]
                 status = process.exitcode
                 where = "was here" if status is None else f"ended with status {status}"
-                lines.append(f"--- rank {rank}: {where}\n{written}")
-        self.close()
-        raise RanksFailed("\n".join(lines))
+                yield f"--- rank {rank}: {where}\n{written}"
 
 
 @contextlib.contextmanager
