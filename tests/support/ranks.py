@@ -102,6 +102,7 @@ class RankPool:
 
     def _start(self) -> None:
         """Start the processes, again if one ends before it is connected: gloo sometimes loses a connection there."""
+        said = ""
         for _ in range(3):
             if not self._processes:
                 self._start_once()
@@ -113,8 +114,11 @@ class RankPool:
                     self._starting.pop()
                 return
             except (EOFError, ConnectionResetError):
-                self.close()
-        raise RanksFailed(f"{self.world_size} ranks: their processes end before they are connected")
+                try:
+                    said = "\n".join(self._said({}))
+                finally:
+                    self.close()
+        raise RanksFailed(f"{self.world_size} ranks: their processes end before they are connected\n{said}")
 
     def _start_once(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fp8dist-ranks-")
@@ -147,7 +151,8 @@ class RankPool:
                 ok, value = results[rank]
                 yield f"--- rank {rank}: " + ("returned" if ok else f"raised\n{value}")
             else:  # What gloo or the C++ runtime wrote before an abort is there too.
-                written = Path(self._folder.name, f"stderr-{rank}").read_text(errors="replace")[-LAST_WORDS:]
+                words = Path(self._folder.name, f"stderr-{rank}")
+                written = words.read_text(errors="replace")[-LAST_WORDS:] if words.exists() else ""
                 status = process.exitcode
                 where = "was here" if status is None else f"ended with status {status}"
                 yield f"--- rank {rank}: {where}\n{written}"
@@ -205,13 +210,13 @@ def threads_of(pid: int) -> int:
 
 def serve(rank: int, world_size: int, folder: str, pipe: Connection, backend: str = "gloo") -> None:
     """Connect with the other ranks, and call functions until the pool closes the pipe."""
+    stderr = os.open(Path(folder, f"stderr-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(stderr, 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     sys.path.insert(0, str(ROOT))
     import torch
     import torch.distributed as dist
 
-    stderr = os.open(Path(folder, f"stderr-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(stderr, 2)
     faulthandler.enable(stderr)
     faulthandler.register(signal.SIGUSR1, stderr, all_threads=True)
     torch.set_num_threads(1)
