@@ -84,8 +84,8 @@ def test_a_rank_asks_the_store_as_often_whatever_the_number_of_ranks(groups: int
             assert again == ["agreed"] * size
             most.append(max(asked))
     # Per group: count, verdict?, digest, same, came (and the last: complete); then the lowest waits (2), counts, asks
-    # and writes, or the others wait for two keys (4). With a second group: well (and the last: told), told (2). One more
-    # per group where the last rank to come is the lowest, too.
+    # and writes, or the others wait for two keys (4). With a second group: well (and the last: told), told (2). One
+    # more per group where the last rank to come is the lowest, too.
     assert max(most) <= 11 * groups + (4 * groups if groups > 1 else 0)
 
 
