@@ -19,7 +19,7 @@ fraction by chance."""
 
 
 def small_fraction(residue: int) -> Fraction | None:
-    """Return the fraction a/b with this residue that has the smallest |a| b, at most 8191; None if there is none.
+    """Return the fraction a/b with this residue that has the smallest |a| b, at most 8170; None if there is none.
 
     Euclid's algorithm on P and the residue yields the candidates (Monagan, "Maximal quotient rational reconstruction",
     2004).

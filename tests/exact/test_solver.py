@@ -33,6 +33,8 @@ def test_a_residue_shows_its_fraction_or_itself() -> None:
         for denominator in range(1, 41):
             fraction = Fraction(numerator, denominator)
             assert small_fraction(residue(fraction)) == fraction
+    assert small_fraction(residue(Fraction(95, 86))) == Fraction(95, 86)  # 95 * 86 is the limit,
+    assert small_fraction(8171) is None  # and this is one more.
     shown = [small_fraction(each) for each in residues(1000).tolist()]
     assert sum(each is not None for each in shown) < 130
     assert fraction_text(residues(1000).tolist()[shown.index(None)]).startswith("the residue ")
