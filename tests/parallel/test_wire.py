@@ -442,6 +442,7 @@ def test_mistakes() -> None:
         with mock.patch.object(wire, "MOST_RANKS", most):
             ddp().backward()
 
+    backward(2)  # The limit itself.
     for call, message in (
         (lambda: in_fp8(model, exclude="q.*"), "exclude"),
         (lambda: fp8dist.ddp.comm_hook(model), "gradients="),
