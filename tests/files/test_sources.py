@@ -569,6 +569,7 @@ DAMAGES: dict[str, tuple[Callable[[Any, list[Any]], Any], str]] = {
     "beyond": (lambda index, chunks: setattr(chunks[1], "sizes", torch.Size([3])), "do not fill (4,) exactly"),
     "shape": (lambda index, chunks: setattr(_of(index), "size", torch.Size([5])), "do not fill (5,) exactly"),
     "dtype": (lambda index, chunks: setattr(_of(index).properties, "dtype", torch.int32), "expected torch.int32"),
+    "properties": (lambda index, chunks: setattr(_of(index), "properties", None), "does not say which dtype a has"),
     "missing": (lambda index, chunks: index.storage_data.pop(MetadataIndex("a", [2])),
                 "does not say where a at (2,) is stored"),
     "huge": (_huge, "claims a piece of a"),
