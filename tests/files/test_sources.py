@@ -447,7 +447,7 @@ SIZES = "no tuple of sizes"
         ((1 << 62,) * 3, (0,) * 3, 0, {}, SIZES),
         ((-1,), (1,), 0, {}, SIZES),
         ((2,), (-1,), 0, {}, SIZES),
-        ((2, 2), (1,), 0, {}, "strides"),
+        ((2, 2), (1,), 0, {}, "a tensor without storage, dtype or strides"),
         ((4,), (1,), 1, {}, "needs more"),
         ((4,), (1,), -1, {}, SIZES),
         (("4",), (1,), 0, {}, SIZES),
