@@ -112,6 +112,7 @@ def test_slots_that_do_not_fit_are_refused(version: Any) -> None:
     x, of = torch.ones(4, 16, device=DEVICE), slots_of(2)
     for offsets, given, problem in (
         (ends((2, 2)).long(), of, "int32"),
+        (ends((2, 2)).repeat_interleave(2)[::2], of, "contiguous"),
         (ends((2, 1, 1)), of, r"slots \[3\]"),
         (ends((2, 2)), (of[0].repeat_interleave(2)[::2], *of[1:]), "one stride"),
         (None, of, "weight"),

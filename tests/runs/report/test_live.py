@@ -297,3 +297,6 @@ def test_many_ranks_take_few_lines(tmp_path: Path) -> None:
         assert f"rank {rank}: " in text
     assert "and 1016 more, median 512" in text
     assert text.count("rank ") == 8
+    _write(tmp_path / "ranks.jsonl", {"step": 2, "ranks": list(range(8)), "sync_wait_ms": waits[:8]})
+    run.read()
+    assert "more, median" not in "\n".join(line.plain for line in screen(run, 80, 40))
