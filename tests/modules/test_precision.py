@@ -70,6 +70,7 @@ def test_all_in_high_precision_is_nn_linear_bitwise() -> None:
 def test_high_precision_for_some_steps_ends_by_itself(recipe: Recipe) -> None:
     run, plain = Run(recipe), Run(None)
     run.fp8.set_precision("*", "high", steps=3)
+    run.fp8.set_precision("*", "high", steps=1)  # No change: they stay so for longer.
     for step in range(3):
         assert run.high() == ALL, step
         assert run.steps(1) == plain.steps(1)
