@@ -407,7 +407,7 @@ def test_folders_that_are_there_stay(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for path in ("", ".", "/", "a\0b", 3, None):
         with pytest.raises(ConfigurationError, match="expected the name of a new folder, got"):
             fp8dist.export(manager, path)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="shard_bytes.* a number of bytes"):
+    with pytest.raises(ConfigurationError, match=r"shard_bytes.* a number of bytes"):
         fp8dist.export(manager, tmp_path / "none", shard_bytes=0)
 
     def full(file: Any) -> None:
