@@ -163,6 +163,18 @@ def test_a_cause_that_is_loaded_before_the_state_is_placed_is_kept(how: str) -> 
     assert "branch" in tripped
 
 
+def test_a_fallback_ends_no_longer_override() -> None:
+    job = Job(DelayedScaling(history_len=4), Fallback(steps=2, saturated=0.004))
+    job.manager.set_precision("branch", "high", gemms=("dgrad",), steps=7)
+    job.hurt[3] = outlier
+    high = []
+    with captured_log():
+        for _ in range(9):
+            high.append(job.manager.slot("branch", "input").high_precision)
+            job.train()
+    assert high == [("dgrad",)] * 3 + [ALL] * 2 + [("dgrad",)] * 2 + [()] * 2
+
+
 def test_without_a_policy_nothing_is_measured() -> None:
     job = Job(DelayedScaling(history_len=4), Fallback(steps=2))  # Non-finite amaxes cost nothing.
     for _ in range(2):
