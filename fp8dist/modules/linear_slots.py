@@ -315,17 +315,19 @@ class LinearSlots:
         for_backward = torch.is_grad_enabled() and not self.note.resharded
         owner = local_part(parameter)  # Not ``weight``: DTensor.to_local() returns a new view at each call.
         key = self.cache.key_of(weight, parameter) if for_backward else None
-        found = None if key is None else self.cache.find(owner, key, request.record is not False)
+        copies = request.rows, request.columns and for_backward
+        found = None if key is None else self.cache.find(owner, key, request.record is not False, copies)
         if found is not None:
             return found
-        request.columns = request.columns and for_backward
+        request.columns = copies[1]
         cast = self._cast_weight(weight, request)
         if (limits.written or limits.once) and (request.rows or request.columns):
             inv_scale = cast.rows_inv_scale if cast.rows.numel() else cast.columns_inv_scale
             inv_scale = inv_scale if cast.tensor_inv_scale is None else cast.tensor_inv_scale
             self.policy.report_cast(inv_scale, request.state, in_eval=not limits.written)
         if key is not None:
-            self.cache.keep(cast, owner, key, request.record is not False, (limits, weight.shape, weight.stride()))
+            how = limits, weight.shape, weight.stride()
+            self.cache.keep(cast, owner, key, request.record is not False, copies, how)
         return cast
 
     def kept_casts(self, stored: Sequence[Tensor]) -> tuple[Cast, Callable[[], Cast]] | None:

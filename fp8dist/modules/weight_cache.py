@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 
 import torch
@@ -28,6 +29,7 @@ class WeightCache:
     def __init__(self, job: JobState) -> None:
         self._job = job
         self._kept: tuple[Cast, weakref.ref[Tensor], Key, bool] | None = None  # (cast, owner, key, recorded)
+        self._copies = (False, False)  # Which copies (rows, columns) the kept cast has.
         self.how: How = (Outgrown(None), (), ())
 
     @property
@@ -65,19 +67,21 @@ class WeightCache:
             return None
         return self._job.generation, weight.data_ptr(), parameter._version
 
-    def find(self, owner: Tensor, key: Key, record: bool) -> Cast | None:
+    def find(self, owner: Tensor, key: Key, record: bool, copies: tuple[bool, bool] = (False, False)) -> Cast | None:
         """Return the kept cast if it is that of the weight as it is now; else None.
 
         Args:
             owner: the tensor that stores the weight. Compared as an object: another tensor may have the same address,
                 such as a temporary of functional_call or of a parametrization.
             record: True if the caller must record the amax: then only a cast that recorded it will do.
+            copies: True for each copy, (rows, columns), that the caller needs. A repeated forward makes those of its
+                first run, in which other GEMMs may have been in high precision.
         """
-        if self._kept is None:
+        if self._kept is None or any(map(operator.gt, copies, self._copies)):
             return None
         cast, kept_owner, kept_key, recorded = self._kept
         return cast if kept_owner() is owner and kept_key == key and (recorded or not record) else None
 
-    def keep(self, cast: Cast, owner: Tensor, key: Key, recorded: bool, how: How) -> None:
+    def keep(self, cast: Cast, owner: Tensor, key: Key, recorded: bool, copies: tuple[bool, bool], how: How) -> None:
         """Keep a cast in place of the last one. See ``find``."""
-        self._kept, self.how = (cast, weakref.ref(owner), key, recorded), how
+        self._kept, self._copies, self.how = (cast, weakref.ref(owner), key, recorded), copies, how

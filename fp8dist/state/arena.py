@@ -154,7 +154,7 @@ class Arena:
         self.taken = arrays.counters[TAKEN]
         self._pending_bits = arrays.pending.view(torch.int32)
 
-    _STATE = ("pending", "scales", "sent", "history", "block_max", "amax", "cold", "counters", "words")
+    _STATE = ("pending", "scales", "sent", "history", "block_max", "amax", "cold", "counters", "words", "tripped")
 
     def place(self, device: torch.device) -> None:
         """Move the state to ``device``, once. State that was loaded before is kept.

@@ -55,19 +55,26 @@ class Precision:
         self.high = self._initial = self._lasting = lasting
         self.observing = False
         self.turns = 0
-        self._passing: tuple[Gemm, ...] | None = None
-        self._left = 0
+        self._clock = 0  # Boundaries counted; those with nothing to do are not.
+        # Time-limited overrides, each with an end of its own: (True for high precision, ``_clock`` at its end).
+        self._ends: dict[Gemm, tuple[bool, int]] = {}
+        self._next = 0  # ``_clock`` when the next override ends, or begins to be observed.
         self._unseen: set[Role] = set()  # Roles neither cast nor observed in the last step.
         self._steady = False  # The last ``end_step`` changed nothing but the number of steps left.
 
     @property
     def passing(self) -> bool:
         """True while a time-limited override is active."""
-        return self._passing is not None
+        return bool(self._ends)
 
     def falls(self, steps: int, gemms: tuple[Gemm, ...] = GEMMS) -> bool:
         """True unless all of ``gemms`` are already in high precision, for ``steps`` or more."""
-        return not set(gemms) <= set(self.high) or (self.passing and self._left < steps)
+        return not all(self._stays(gemm, steps) for gemm in gemms)
+
+    def _stays(self, gemm: Gemm, steps: int) -> bool:
+        """True if a GEMM is in high precision already, for ``steps`` or more."""
+        high, end = self._ends.get(gemm, (gemm in self._lasting, None))
+        return high and (end is None or end - self._clock >= steps)
 
     def change(self, gemms: tuple[Gemm, ...], to_high: bool, steps: int | None) -> set[Role]:
         """Put GEMMs into high precision or into FP8, for ``steps`` boundaries, or without limit if None.
@@ -77,16 +84,14 @@ class Precision:
         if to_high and steps is not None and not self.falls(steps, gemms):
             return set()
 
-        def changed(before: tuple[Gemm, ...]) -> tuple[Gemm, ...]:
-            return tuple(gemm for gemm in GEMMS if (to_high if gemm in gemms else gemm in before))
-
-        if steps is not None:
-            self._passing, self._left = changed(self.high), steps
-        else:
-            self._lasting = changed(self._lasting)
-            self._passing = None if self._passing is None else changed(self._passing)
-            if self._passing == self._lasting:
-                self._passing, self._left = None, 0
+        for gemm in gemms:
+            if steps is None:
+                self._ends.pop(gemm, None)
+            elif not (to_high and self._stays(gemm, steps)):
+                self._ends[gemm] = to_high, self._clock + steps
+        if steps is None:
+            before = self._lasting
+            self._lasting = tuple(gemm for gemm in GEMMS if (to_high if gemm in gemms else gemm in before))
         return self._follow()
 
     @property
@@ -101,8 +106,8 @@ class Precision:
 
     def count_down(self) -> bool:
         """Count a boundary that changes only the number of steps left. Return False if it is another: ``end_step``."""
-        counts = self._steady and self._passing is not None and self._left - 1 not in (0, OBSERVED_STEPS)
-        self._left -= counts
+        counts = self._steady and self.passing and self._clock + 1 != self._next
+        self._clock += counts
         return counts
 
     def end_step(self) -> set[Role]:
@@ -113,10 +118,7 @@ class Precision:
             else:
                 self._unseen.discard(role)
         turns = self.turns
-        if self._passing is not None:
-            self._left -= 1
-            if self._left == 0:
-                self._passing = None
+        self._clock += 1
         woken = self._follow()
         self._steady = self.turns == turns
         return woken
@@ -128,8 +130,13 @@ class Precision:
 
     def _follow(self) -> set[Role]:
         before = self.high, self.observing
-        self.high = self._lasting if self._passing is None else self._passing
-        self.observing = self._passing is not None and self._left <= OBSERVED_STEPS
+        now, ends = self._clock, self._ends.items()
+        self._ends = {gemm: of for gemm, of in ends if of[1] > now and of[0] != (gemm in self._lasting)}
+        self.high = tuple(gemm for gemm in GEMMS if (gemm in self._lasting) != (gemm in self._ends))
+        left = [end - now for _, end in self._ends.values()]
+        self.observing = any(steps <= OBSERVED_STEPS for steps in left)
+        turns = (steps - OBSERVED_STEPS if steps > OBSERVED_STEPS else steps for steps in left)
+        self._next = now + min(turns, default=0)
         if (self.high, self.observing) != before:
             self._steady = False
             self.turns += 1
@@ -140,12 +147,14 @@ class Precision:
 
     def describe(self) -> dict[str, Any] | None:
         """Return plain JSON values for ``restore``, or None for the initial state."""
-        if self._lasting == self._initial and self._passing is None and not self._unseen:
+        if self._lasting == self._initial and not self.passing and not self._unseen:
             return None
+        left = {gemm: end - self._clock for gemm, (_, end) in self._ends.items()}
+        alike = len(set(left.values())) < 2
         return {
             "lasting": None if self._lasting == self._initial else list(self._lasting),
-            "passing": None if self._passing is None else list(self._passing),
-            "left": self._left,
+            "passing": list(self.high) if self.passing else None,
+            "left": max(left.values(), default=0) if alike else left,
             "unseen": sorted(role.value for role in self._unseen),
         }
 
@@ -159,18 +168,21 @@ class Precision:
             CheckpointError: ``described`` is malformed. Nothing was changed.
         """
         if described is None:
-            lasting, passing, left, unseen = self._initial, None, 0, set[Role]()
+            lasting, ends, unseen = self._initial, {}, set[Role]()
         else:
             try:
                 lasting = self._initial if described["lasting"] is None else _gemms(described["lasting"])
                 passing = None if described["passing"] is None else _gemms(described["passing"])
-                left = int(described["left"])
+                left = described["left"]
+                if not isinstance(left, Mapping):
+                    left = dict.fromkeys(GEMMS, left) if left else {}
+                ends = {gemm: (gemm in (passing or ()), self._clock + int(left[gemm])) for gemm in _gemms(left)}
                 unseen = {Role(role) for role in described["unseen"]}
-                if (passing is not None) != (left > 0):
+                if (passing is not None) != bool(ends) or any(end <= self._clock for _, end in ends.values()):
                     raise ValueError
             except (KeyError, TypeError, ValueError):
                 raise CheckpointError(f"FP8 state has a malformed precision of {self.slots[Role.INPUT].fqn}") from None
-        self._lasting, self._passing, self._left, self._unseen = lasting, passing, left, unseen
+        self._lasting, self._ends, self._unseen = lasting, ends, unseen
         self._steady = False
         return self._follow()
 

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import DelayedScaling
@@ -296,3 +297,21 @@ def test_tied_weights_are_cast_anew_after_a_step() -> None:
     after = bits(model(x))
     with mock.patch.object(manager._job, "reuse_casts", False):
         assert bits(model(x)) == after
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_is_repeated_after_its_precision_has_changed(reentrant: bool) -> None:
+    """The repetition casts the weight for fewer GEMMs than later microbatches of the step need."""
+
+    def gradients(reuse: bool) -> Any:
+        job = Job(reuse)
+        plainly(job)
+        x = batch(0, 0)[0].requires_grad_()
+        job.manager.set_precision("*", "high", gemms=("dgrad",))
+        output = checkpoint(job.net, x, use_reentrant=reentrant)
+        job.manager.set_precision("*", "fp8")
+        output.sum().backward()
+        job.net(x).sum().backward()
+        return gradient_bits(job.net)
+
+    assert gradients(True) == gradients(False)

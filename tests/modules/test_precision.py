@@ -133,6 +133,24 @@ def test_a_change_for_good_leaves_one_for_a_while_as_long_as_it_was() -> None:
     assert run.high() == ()
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_overrides_of_single_gemms_end_each_at_its_own_time(resumes: bool) -> None:
+    """A shorter one ends no longer one, and a longer one does not prolong a shorter one."""
+    run = Run()
+    run.fp8.set_precision("*", "high", gemms=("dgrad",), steps=5)
+    run.steps(1)
+    run.fp8.set_precision("*", "high", gemms=("wgrad",), steps=2)
+    run.fp8.set_precision("*", "high", gemms=("fprop",), steps=OBSERVED_STEPS + 2)
+    if resumes:
+        state, run = run.fp8.state_dict(), Run()
+        run.fp8.load_state_dict(state)
+    high = []
+    for _ in range(OBSERVED_STEPS + 3):
+        high.append(run.high())
+        run.steps(1)
+    assert high == [ALL] * 2 + [("fprop", "dgrad")] * 2 + [("fprop",)] * (OBSERVED_STEPS - 2) + [()]
+
+
 def test_a_recipes_own_gemms_can_be_taken_back() -> None:
     run = Run(DelayedScaling(high_precision=("wgrad", "dgrad")))
     assert run.high() == ("dgrad", "wgrad")
@@ -215,6 +233,8 @@ def test_a_damaged_precision_is_refused() -> None:
         {"lasting": ["forward"], "passing": None, "left": 0, "unseen": []},
         {"lasting": [], "passing": ["fprop"], "left": 0, "unseen": []},
         {"lasting": [], "passing": None, "left": 3, "unseen": []},
+        {"lasting": [], "passing": ["fprop"], "left": {"fprop": 3, "dgrad": 0}, "unseen": []},
+        {"lasting": [], "passing": ["fprop"], "left": {"forward": 3}, "unseen": []},
         {"lasting": [], "passing": None, "left": 0, "unseen": ["output"]},
         {"lasting": []},
         "high",

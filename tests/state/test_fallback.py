@@ -144,6 +144,37 @@ def test_a_resume_in_the_middle_of_a_fallback_is_bitwise() -> None:
     assert state_bits(resumed.manager) == state_bits(unbroken.manager)
 
 
+@pytest.mark.parametrize("how", ["placed", "register"])
+def test_a_cause_that_is_loaded_before_the_state_is_placed_is_kept(how: str) -> None:
+    recipe, fallback = DelayedScaling(history_len=4, update="next_step"), Fallback(steps=2)
+    job = Job(recipe, fallback)
+    job.hurt[1] = infinite
+    with captured_log():
+        job.train()
+    net = make_net()
+    manager = fp8dist.prepare(net, recipe, fallback=fallback)
+    manager.load_state_dict(job.manager.state_dict())
+    (sync,) = manager._syncs
+    if how == "placed":
+        sync.arena.place(torch.device("cpu", 0))  # As on a GPU: another device than before.
+    else:
+        manager.register("another", "input", "e4m3")
+    tripped = {slot.fqn for slot, place in sync.arena.index.items() if sync.arena.tripped[place]}
+    assert "branch" in tripped
+
+
+def test_a_fallback_ends_no_longer_override() -> None:
+    job = Job(DelayedScaling(history_len=4), Fallback(steps=2, saturated=0.004))
+    job.manager.set_precision("branch", "high", gemms=("dgrad",), steps=7)
+    job.hurt[3] = outlier
+    high = []
+    with captured_log():
+        for _ in range(9):
+            high.append(job.manager.slot("branch", "input").high_precision)
+            job.train()
+    assert high == [("dgrad",)] * 3 + [ALL] * 2 + [("dgrad",)] * 2 + [()] * 2
+
+
 def test_without_a_policy_nothing_is_measured() -> None:
     job = Job(DelayedScaling(history_len=4), Fallback(steps=2))  # Non-finite amaxes cost nothing.
     for _ in range(2):
