@@ -117,7 +117,8 @@ class StateManager(FormerNames, JoinedManager):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("recipe", "settings", "_default", "_aliases", "_found", "_selection", "_cycle")
-        return {"model": self._model(), **{name: getattr(self, name) for name in kept}}
+        # The model last: pickling it may fail with a less helpful error than that of a process group.
+        return {**{name: getattr(self, name) for name in kept}, "model": self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._model = weakref.ref(state.pop("model"))
@@ -189,8 +190,8 @@ class StateManager(FormerNames, JoinedManager):
         require_groups(self.settings, self._cycle.groups)
         optimizers = hooked(optimizer, self.settings.enabled)
         model = _existing(self._model)
-        if module is not None and get_manager(module) is not self:
-            raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
+        if module is not None:
+            require_held(self, module, "attach(module)")
         whole = module if module is not None else model
         by_optimizer = boundary == "optimizer" and bool(optimizers)
         self._cycle.job.data_rank = data_rank
@@ -680,6 +681,19 @@ def get_manager(model: nn.Module) -> StateManager:
         what = "was not prepared" if not found else f"holds {len(found)} prepared models: pass one of them"
         raise ConfigurationError(f"the model {what}")
     return found[0]
+
+
+def require_held(manager: StateManager, model: nn.Module, call: str) -> None:
+    """Raise ConfigurationError unless the only prepared model that ``model`` is or holds is the manager's. Local.
+
+    Args:
+        call: the call and its argument, for the error.
+    """
+    if not managers_in(model) or get_manager(model) is not manager:
+        raise ConfigurationError(
+            f"{call}: that module does not hold the model that was prepared: pass the model that prepare() got, with "
+            "its wrapper"
+        )
 
 
 def _existing(model: weakref.ref[nn.Module]) -> nn.Module:

@@ -248,7 +248,7 @@ class StepWatch:
             for note in self._unrecorded:  # Written to between the last forward and this step.
                 note.mark_written()
             self._lists, self._held, self._unrecorded = [], None, []
-            self._gradients.after(optimizer, self._state.logs)
+            self._gradients.after(optimizer, self._state.logs, self._model())
         job.invalidate_casts()
         if self._scales.sharded is not None:
             self._scales.sharded.after_step(optimizer, real)
