@@ -15,6 +15,7 @@ from torch import nn
 
 from fp8dist.checks.checked import Checked
 from fp8dist.checks.checker import Event
+from fp8dist.checks.coherence import lost_ties, ties_of
 from fp8dist.checks.inventory import Scope
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.common.names import check_keywords, require_bool, require_choice, require_int
@@ -98,6 +99,7 @@ class StateManager(FormerNames, JoinedManager):
             sync.owner = f"StateManager of {type(model).__name__}"
         self._aliases = dict(aliases)
         self._found, self._selection = found, selection  # As ``prepare`` found the model, before its conversion.
+        self._ties = ties_of(model)  # At ``prepare``; from then on, at the last ``attach``.
         self._cycle = StepCycle(state)
         self._init_transient()
         super().__init__()
@@ -116,7 +118,7 @@ class StateManager(FormerNames, JoinedManager):
         cycle.steps = StepWatch(cycle.state, cycle.checker, cycle.scales, cycle.at_rest, self._model)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("recipe", "settings", "_default", "_aliases", "_found", "_selection", "_cycle")
+        kept = ("recipe", "settings", "_default", "_aliases", "_found", "_selection", "_ties", "_cycle")
         # The model last: pickling it may fail with a less helpful error than that of a process group.
         return {**{name: getattr(self, name) for name in kept}, "model": self._model()}
 
@@ -199,6 +201,7 @@ class StateManager(FormerNames, JoinedManager):
         self._cycle.checker.attached(whole, optimizer)
         if self.settings.enabled:
             _log_changes(self, model)
+            _log_lost_ties(self, model)
         if computes:
             self._cycle.checks.run_computations()
         return self
@@ -725,3 +728,16 @@ def _log_changes(manager: StateManager, model: nn.Module) -> None:
     if gone:
         texts.append(f"modules that prepare() converted are gone, and their slots stay unused: {first_few(gone)}")
     logger.log(logging.WARNING if new else logging.INFO, "fp8dist: attach(): %s", "; ".join(texts))
+
+
+def _log_lost_ties(manager: StateManager, model: nn.Module) -> None:
+    """Log which weights were tied at ``prepare``, or at an earlier ``attach``, and are not now. One rank logs."""
+    before, manager._ties = manager._ties, ties_of(model)
+    lost = [f"{name} to {kept}" for name, kept in lost_ties(model, before)]
+    if lost and manager._cycle.state.logs:
+        logger.warning(
+            "fp8dist: attach(): weights are no longer tied as they were at prepare(), so each is trained apart: %s. "
+            "parallelize_module(), fully_shard() of one of them alone, to_empty() and load_state_dict(…, assign=True) "
+            "give each module a tensor of its own: tie them again, and then make the optimizer",
+            first_few(lost),
+        )
