@@ -715,7 +715,8 @@ def _log_changes(manager: StateManager, model: nn.Module) -> None:
     """Log which modules came after ``prepare`` or are gone, unless the last ``attach`` logged the same. One rank
     logs."""
     cycle = manager._cycle
-    new = Internals(manager).survey().unprepared
+    survey = Internals(manager).survey()
+    new = survey.unprepared
     here = {of.slots[Role.INPUT] for part in fp8_parts(model) for of in part.slots.precisions}
     gone = [fqn for fqn, of in cycle.precisions.by_fqn.items() if of.slots[Role.INPUT] not in here]
     before, manager._changes = manager._changes, (new, gone)
@@ -725,9 +726,12 @@ def _log_changes(manager: StateManager, model: nn.Module) -> None:
     if new:
         advice = "To convert them, call fp8dist.restore(model), then prepare() again"
         texts.append(f"modules that came after prepare() stay in high precision: {first_few(new)}. {advice}")
+    replaced = [f"{fqn} ({why.reason})" for fqn, why in survey.left_out if fqn in gone and fqn not in new]
+    if replaced:
+        texts.append(f"modules that replaced converted ones stay in high precision: {first_few(replaced)}")
     if gone:
         texts.append(f"modules that prepare() converted are gone, and their slots stay unused: {first_few(gone)}")
-    logger.log(logging.WARNING if new else logging.INFO, "fp8dist: attach(): %s", "; ".join(texts))
+    logger.log(logging.WARNING if new or replaced else logging.INFO, "fp8dist: attach(): %s", "; ".join(texts))
 
 
 def _log_lost_ties(manager: StateManager, model: nn.Module) -> None:

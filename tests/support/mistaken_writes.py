@@ -98,6 +98,14 @@ for _layout in ("one", "gather"):  # These make activations grow.
     add(f"load_state_dict of all layers by 8, {_layout}", _program, RIGHT, ranks=ranks_of(_layout))
 
 
+@scenario("weights that stay after swapped_weights()", WARNED, r"swapped_weights\(\)", "put them back inside it")
+def not_swapped_back(case: Case) -> None:
+    called = case.attached().train(2).called
+    with case.manager.swapped_weights():
+        load(called, larger())
+    case.train(2)
+
+
 @scenario("a check after steps that enlarge a weight from zero, gather", WARNED, "optimizer step has enlarged", ranks=2)
 def checked_from_zero(case: Case) -> None:
     """No other code writes to it."""
