@@ -230,7 +230,7 @@ ATTACH: list[tuple[Callable[[nn.Module, StateManager], object], str]] = [
     (lambda net, m: m.attach(net.parameters()), "not its parameters"),  # type: ignore[arg-type]
     (lambda net, m: m.attach(torch.amp.GradScaler("cpu")), "attach(scaler=…)"),  # type: ignore[arg-type]
     (lambda net, m: m.attach(nn.Linear), "got the class Linear"),  # type: ignore[arg-type]
-    (lambda net, m: m.attach(make_net()), "the model was not prepared"),
+    (lambda net, m: m.attach(make_net()), "does not hold the model that was prepared: pass the model that prepare"),
     (
         lambda net, m: m.attach(optimizer=torch.optim.AdamW),
         "got the class AdamW: make one: AdamW(model.parameters(), …)",

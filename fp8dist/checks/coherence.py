@@ -296,18 +296,25 @@ def ties_of(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(of) for of in names.values() if len(of) > 1)
 
 
-def _untied(module: nn.Module, ties: Sequence[Sequence[str]], step: int) -> Iterator[Finding]:
-    """Yield a finding for each name that was tied to another one, and now names another tensor; and for a model of
-    Transformers whose configuration says that its embeddings are tied, and they are not."""
+def lost_ties(module: nn.Module, ties: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """Yield (name, the one that it was tied to) for each name of ``ties`` that now names another tensor. Local."""
     named: dict[str, list[Tensor]] = {}  # Without the components of wrappers, several may have the same name.
     for name, one in module.named_parameters(remove_duplicate=False):
         named.setdefault(clean_fqn(name), []).append(one)
     for kept, *others in ties:
         for name in others:
             if kept in named and name in named and not any(_is_same(a, b) for a in named[kept] for b in named[name]):
-                detail = f"no longer tied to '{kept}', as at attach: another tensor"
-                yield Finding(step, COHERENCE, name, (own_rank(),), None, detail=detail)
-    names = {id(one): name for name, several in named.items() for one in several}
+                yield name, kept
+
+
+def _untied(module: nn.Module, ties: Sequence[Sequence[str]], step: int) -> Iterator[Finding]:
+    """Yield a finding for each name that was tied to another one, and now names another tensor; and for a model of
+    Transformers whose configuration says that its embeddings are tied, and they are not."""
+    for name, kept in lost_ties(module, ties):
+        detail = f"no longer tied to '{kept}', as at attach: another tensor"
+        yield Finding(step, COHERENCE, name, (own_rank(),), None, detail=detail)
+    parameters = module.named_parameters(remove_duplicate=False)
+    names = {id(one): clean_fqn(name) for name, one in parameters}
     seen = {name for of in ties for name in of}
     for part in module.modules():
         first, other = _embeddings(part)

@@ -13,7 +13,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.files.certificate import Origin
 from fp8dist.files.export import config_of, export_of, write_folder
 from fp8dist.files.export_files import destination
-from fp8dist.job.manager import Internals, StateManager, get_manager
+from fp8dist.job.manager import Internals, StateManager, require_held
 from fp8dist.state.groups import SyncGroup, own_rank, world_size
 
 
@@ -97,6 +97,5 @@ def exported(
 def _exportable(manager: StateManager, model: nn.Module | None) -> nn.Module:
     if model is None:
         return Internals(manager).model
-    if get_manager(model) is not manager:
-        raise ConfigurationError("export(model): that module does not hold the model that was prepared")
+    require_held(manager, model, "export(model)")
     return model

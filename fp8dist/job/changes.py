@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8dist.common.optimizer_hooks import is_real_step
@@ -84,14 +84,24 @@ class Gradients:
             held = (p for p in trained if local_part(p).numel())  # FSDP1 and ZeRO leave some ranks nothing.
             self._before = [(p, sample_of(p)) for p in itertools.islice(held, SAMPLED_WEIGHTS)]
 
-    def after(self, optimizer: Optimizer, logs: bool) -> None:
-        """Warn if the step had no gradients, and changed nothing. Local."""
+    def after(self, optimizer: Optimizer, logs: bool, model: nn.Module | None) -> None:
+        """Warn if the step had no gradients, and changed nothing. Local. ``model``: what is trained."""
         before, self._before = self._before, []
         if not before:
             return
         # An optimizer that changes parameters without gradients has its own way to get them.
         self._over = True
-        if logs and all(torch.equal(sample_of(p), values) for p, values in before):
+        if not logs or not all(torch.equal(sample_of(p), values) for p, values in before):
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if model is not None and any(p.grad is not None and id(p) not in held for p in model.parameters()):
+            logger.warning(
+                "fp8dist: %s has stepped, but trained nothing: the gradients are in parameters of the model that it "
+                "does not hold. If they replaced its own after it was made, as load_state_dict(…, assign=True) does, "
+                "make the optimizer anew and call attach(optimizer=…) again",
+                type(optimizer).__name__,
+            )
+        else:
             logger.warning(
                 "fp8dist: %s has stepped, but no parameter has a gradient, so nothing was trained. manager.calibrate() "
                 "restores the gradients that it finds: to train while amaxes are recorded, use `with manager.no_fp8(), "

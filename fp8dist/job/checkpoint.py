@@ -59,6 +59,10 @@ class Checkpoint:
             CheckpointError: a key is missing (if ``strict``) or does not fit. Nothing was changed.
         """
         self._cycle.require("loading state")
+        if not isinstance(state_dict, Mapping):
+            raise CheckpointError(
+                f"load_state_dict() takes what manager.state_dict() returned, a dict, got a {type(state_dict).__name__}"
+            )
         if "slots" in state_dict and "version" in state_dict:
             storage.validated_slots(state_dict)  # The layout of version 1: raises.
         matches = []

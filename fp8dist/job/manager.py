@@ -15,6 +15,7 @@ from torch import nn
 
 from fp8dist.checks.checked import Checked
 from fp8dist.checks.checker import Event
+from fp8dist.checks.coherence import lost_ties, ties_of
 from fp8dist.checks.inventory import Scope
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.common.names import check_keywords, require_bool, require_choice, require_int
@@ -98,6 +99,7 @@ class StateManager(FormerNames, JoinedManager):
             sync.owner = f"StateManager of {type(model).__name__}"
         self._aliases = dict(aliases)
         self._found, self._selection = found, selection  # As ``prepare`` found the model, before its conversion.
+        self._ties = ties_of(model)  # At ``prepare``; from then on, at the last ``attach``.
         self._cycle = StepCycle(state)
         self._init_transient()
         super().__init__()
@@ -116,8 +118,9 @@ class StateManager(FormerNames, JoinedManager):
         cycle.steps = StepWatch(cycle.state, cycle.checker, cycle.scales, cycle.at_rest, self._model)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("recipe", "settings", "_default", "_aliases", "_found", "_selection", "_cycle")
-        return {"model": self._model(), **{name: getattr(self, name) for name in kept}}
+        kept = ("recipe", "settings", "_default", "_aliases", "_found", "_selection", "_ties", "_cycle")
+        # The model last: pickling it may fail with a less helpful error than that of a process group.
+        return {**{name: getattr(self, name) for name in kept}, "model": self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._model = weakref.ref(state.pop("model"))
@@ -189,8 +192,8 @@ class StateManager(FormerNames, JoinedManager):
         require_groups(self.settings, self._cycle.groups)
         optimizers = hooked(optimizer, self.settings.enabled)
         model = _existing(self._model)
-        if module is not None and get_manager(module) is not self:
-            raise ConfigurationError("attach(module): that module does not hold the model that was prepared")
+        if module is not None:
+            require_held(self, module, "attach(module)")
         whole = module if module is not None else model
         by_optimizer = boundary == "optimizer" and bool(optimizers)
         self._cycle.job.data_rank = data_rank
@@ -198,6 +201,7 @@ class StateManager(FormerNames, JoinedManager):
         self._cycle.checker.attached(whole, optimizer)
         if self.settings.enabled:
             _log_changes(self, model)
+            _log_lost_ties(self, model)
         if computes:
             self._cycle.checks.run_computations()
         return self
@@ -682,6 +686,19 @@ def get_manager(model: nn.Module) -> StateManager:
     return found[0]
 
 
+def require_held(manager: StateManager, model: nn.Module, call: str) -> None:
+    """Raise ConfigurationError unless the only prepared model that ``model`` is or holds is the manager's. Local.
+
+    Args:
+        call: the call and its argument, for the error.
+    """
+    if not managers_in(model) or get_manager(model) is not manager:
+        raise ConfigurationError(
+            f"{call}: that module does not hold the model that was prepared: pass the model that prepare() got, with "
+            "its wrapper"
+        )
+
+
 def _existing(model: weakref.ref[nn.Module]) -> nn.Module:
     """Return the prepared model of a manager.
 
@@ -698,7 +715,8 @@ def _log_changes(manager: StateManager, model: nn.Module) -> None:
     """Log which modules came after ``prepare`` or are gone, unless the last ``attach`` logged the same. One rank
     logs."""
     cycle = manager._cycle
-    new = Internals(manager).survey().unprepared
+    survey = Internals(manager).survey()
+    new = survey.unprepared
     here = {of.slots[Role.INPUT] for part in fp8_parts(model) for of in part.slots.precisions}
     gone = [fqn for fqn, of in cycle.precisions.by_fqn.items() if of.slots[Role.INPUT] not in here]
     before, manager._changes = manager._changes, (new, gone)
@@ -708,6 +726,22 @@ def _log_changes(manager: StateManager, model: nn.Module) -> None:
     if new:
         advice = "To convert them, call fp8dist.restore(model), then prepare() again"
         texts.append(f"modules that came after prepare() stay in high precision: {first_few(new)}. {advice}")
+    replaced = [f"{fqn} ({why.reason})" for fqn, why in survey.left_out if fqn in gone and fqn not in new]
+    if replaced:
+        texts.append(f"modules that replaced converted ones stay in high precision: {first_few(replaced)}")
     if gone:
         texts.append(f"modules that prepare() converted are gone, and their slots stay unused: {first_few(gone)}")
-    logger.log(logging.WARNING if new else logging.INFO, "fp8dist: attach(): %s", "; ".join(texts))
+    logger.log(logging.WARNING if new or replaced else logging.INFO, "fp8dist: attach(): %s", "; ".join(texts))
+
+
+def _log_lost_ties(manager: StateManager, model: nn.Module) -> None:
+    """Log which weights were tied at ``prepare``, or at an earlier ``attach``, and are not now. One rank logs."""
+    before, manager._ties = manager._ties, ties_of(model)
+    lost = [f"{name} to {kept}" for name, kept in lost_ties(model, before)]
+    if lost and manager._cycle.state.logs:
+        logger.warning(
+            "fp8dist: attach(): weights are no longer tied as they were at prepare(), so each is trained apart: %s. "
+            "parallelize_module(), fully_shard() of one of them alone, to_empty() and load_state_dict(…, assign=True) "
+            "give each module a tensor of its own: tie them again, and then make the optimizer",
+            first_few(lost),
+        )

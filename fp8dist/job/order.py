@@ -71,7 +71,7 @@ _REFUSED: Mapping[str, _Refused] = MappingProxyType(
         "replay()": _also(_UNTIED, _CALIBRATING, _JOINED, _EAGER_ONLY),
         "refresh_weights()": _also(_UNTIED, _JOINED, _ONCE),
         "export()": _also({Tie.PREPARED: _ATTACH_FIRST}, _RESTORED, _CALIBRATING, _JOINED, _EAGER_ONLY),
-        "watch()": _also({Tie.ATTACHED: "call it before attach(), where ranks agree on it"}, _RESTORED),
+        "watch()": _also({Tie.ATTACHED: "call it, or make the Recorder, before attach()"}, _RESTORED),
         "set_precision()": _also(_RESTORED, _ONCE),
         "set_scale()": _also(_RESTORED, _ONCE),
         "swapped_weights()": _also(_RESTORED, _EAGER_ONLY),

@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -35,7 +36,14 @@ from fp8dist.job.weight_scales import WeightScales
 from fp8dist.modules.linear_slots import LinearSlots
 from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.parts import Part, fp8_parts
-from fp8dist.modules.weight_notes import Held, NoteList, WeightNote
+from fp8dist.modules.weight_notes import (
+    SAMPLED_WEIGHTS,
+    Held,
+    NoteList,
+    WeightNote,
+    sample_of,
+    stored_parameters,
+)
 from fp8dist.state.roll_call import leave_word
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.formats import Role
@@ -150,10 +158,13 @@ class StepWatch:
     @contextlib.contextmanager
     def kept_notes(self) -> Iterator[None]:
         """Restore the notes at exit. The caller undoes, inside the context, all its writes to weights. Local."""
-        notes = self.notes
+        notes, boundaries = self.notes, self._state.job.boundaries
         awaited, written = [note for note in notes.notes if note.awaited], notes.find()[1]
+        before = _samples(notes)
         try:
             yield
+            if boundaries == self._state.job.boundaries and self._state.logs:
+                _warn_of_other_weights(before, _samples(notes))
         finally:
             notes.take()
             for note in awaited:
@@ -248,7 +259,7 @@ class StepWatch:
             for note in self._unrecorded:  # Written to between the last forward and this step.
                 note.mark_written()
             self._lists, self._held, self._unrecorded = [], None, []
-            self._gradients.after(optimizer, self._state.logs)
+            self._gradients.after(optimizer, self._state.logs, self._model())
         job.invalidate_casts()
         if self._scales.sharded is not None:
             self._scales.sharded.after_step(optimizer, real)
@@ -282,6 +293,24 @@ class StepWatch:
                 type(optimizer).__name__,
                 first_few(sorted({slots.fqn for slots in still})),
             )
+
+
+def _samples(notes: NoteList) -> list[Tensor]:
+    """Return samples of the first weights."""
+    linears = ((note, note.linear) for note in notes.notes[:SAMPLED_WEIGHTS])
+    stored = (stored_parameters(linear, note.name) for note, linear in linears if linear is not None)
+    return [sample_of(parameters[0]) for parameters in stored if parameters and not parameters[0].is_meta]
+
+
+def _warn_of_other_weights(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    """Warn if weights were swapped and not put back: their scales are those of the former ones. Waits for the
+    device."""
+    same = (a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after))
+    if not all(same):  # Bytes, because NaN is not equal to itself.
+        logger.warning(
+            "fp8dist: swapped_weights(): the weights are not those from before the block, whose scales stay: put them "
+            "back inside it. To go on with other weights, load them outside of the block"
+        )
 
 
 def _is_late(slots: LinearSlots, boundaries: int) -> bool:

@@ -55,9 +55,10 @@ class WeightScales:
         found = [] if self.sharded is None or self._state.job.joined else self.sharded.outgrown()
         if found and found[0].slots.weight_sync.logs:
             logger.warning(
-                "fp8dist: %d weight(s) have outgrown their FP8 scales, '%s' first: other code has written to them in a "
-                "way that torch does not report (.data, to_local(), dcp.load). The next forward casts them with scales "
-                "that fit; manager.refresh_weights() gives them new ones at once",
+                "fp8dist: %d weight(s) have outgrown their FP8 scales, '%s' first: either the last optimizer step has "
+                "enlarged them by more than a quarter, as happens soon after a start from zeros, or other code has "
+                "written to them in a way that torch does not report (.data, to_local(), dcp.load). The next forward "
+                "casts them with scales that fit; manager.refresh_weights() gives them new ones at once",
                 len(found),
                 found[0].slots.fqn,
             )

@@ -523,6 +523,26 @@ def test_a_tie_that_a_load_has_cut_is_named() -> None:
     assert _found(of_one) == [("coherence", "head.weight", (0,), says.format(""))]
 
 
+@pytest.mark.parametrize("how", ["assign=True", "to_empty()", "kept"])
+def test_attach_warns_of_ties_that_are_lost_since_prepare(how: str) -> None:
+    """A check cannot: it compares with ``attach``."""
+    model = Tied().to("meta") if how == "to_empty()" else Tied()
+    model.head.weight = model.embed.weight
+    manager = fp8dist.prepare(model)
+    if how == "to_empty()":
+        model.to_empty(device="cpu")
+        model.load_state_dict(Tied().state_dict())
+    elif how == "assign=True":
+        _untie(model)
+    with captured_log() as log:
+        copy.deepcopy(manager)
+        for _ in range(2):
+            manager.attach(model, start=None)
+    texts = [text for _, text in log if "tied" in text]
+    assert len(texts) == (how != "kept")
+    assert all("each is trained apart: head.weight to embed.weight. " in text and how in text for text in texts)
+
+
 def test_a_configuration_says_what_is_tied() -> None:
     model = Tied(config=True)
     assert fp8dist.check(nn.Sequential(model), coherence=True).findings == ()

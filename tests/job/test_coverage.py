@@ -419,6 +419,18 @@ def test_a_replaced_module_is_not_called_fp8(attached: bool, caplog: pytest.LogC
     assert [row.fqn for row in fp8dist.prepare(model, skip="1").coverage() if row.fp8] == ["0", "2", "3"]
 
 
+def test_attach_warns_of_replacements_that_cannot_be_converted(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as Linears that another library has converted."""
+    model = _stack(32, 32, 32)
+    manager = fp8dist.prepare(model)
+    model[1] = nn.Linear(32, 20)
+    manager.attach(model)
+    assert caplog.messages == [
+        "fp8dist: attach(): modules that replaced converted ones stay in high precision: 1 (32 x 20 are not multiples "
+        "of 16); modules that prepare() converted are gone, and their slots stay unused: 1"
+    ]
+
+
 def test_modules_that_are_gone_or_moved_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     """As a pipeline's stage is cut from a model, and as adapters wrap a Linear."""
     model = _stack(32, 32, 32, 32)

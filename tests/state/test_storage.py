@@ -252,6 +252,12 @@ def test_another_version_is_refused(trained: StateManager, tmp_path: Path) -> No
         trained.load_state_dict({**old, "version": 1})
 
 
+def test_a_pickled_manager_is_no_state(trained: StateManager) -> None:
+    """Its file holds the manager of another model, as ``torch.save({"fp8": manager})`` writes it in one process."""
+    with pytest.raises(CheckpointError, match=r"what manager\.state_dict\(\) returned, a dict, got a StateManager"):
+        trained.load_state_dict(trained)  # type: ignore[arg-type]
+
+
 UNFIT: dict[str, tuple[Any, ...]] = {
     "scale": (
         *(torch.ones(5), torch.ones(6, dtype=torch.float64), torch.zeros(6), -torch.ones(6)),

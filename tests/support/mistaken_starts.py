@@ -7,6 +7,7 @@ Wrong arguments are in ``tests/test_arguments.py``, patterns in ``tests/job/test
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,6 +29,7 @@ SCENARIOS = Scenarios()
 scenario, add = SCENARIOS.scenario, SCENARIOS.add
 
 SOON = timedelta(seconds=4)
+TWO: dict[str, Any] = {"ranks": 2, "everywhere": True}
 
 
 class InPart(nn.Module):
@@ -75,9 +77,15 @@ def prepared_after_run(case: Case) -> None:
     case.train().judge(STEPS)
 
 
-@scenario("a part of the prepared model is attached", RAISED, "prepared")
+@scenario("a part of the prepared model is attached", RAISED, "does not hold the model that was prepared")
 def attach_part(case: Case) -> None:
     case.build().manager.attach(case.called.up, optimizer=case.optimizer)
+
+
+@scenario("the manager is pickled, fsdp2", RAISED, "process group cannot be pickled", r"state_dict\(\)", **TWO)
+def pickled_manager(case: Case) -> None:
+    """As DCP does if a Stateful of the user's has the manager in its state dict."""
+    torch.save(case.attached("fsdp2").manager, io.BytesIO())
 
 
 ALL: dict[str, Any] = {"ranks": 2, "everywhere": True}

@@ -97,6 +97,13 @@ def one_of_two(case: Case) -> None:
     case.attach(optimizer=[first, second]).train(optimizer=first)
 
 
+@scenario("load_state_dict(assign=True) after attach", WARNED, r"assign=True", "make the optimizer anew", once=True)
+def parameters_replaced(case: Case) -> None:
+    called = case.attached().train(2).called
+    called.load_state_dict({name: value.clone() for name, value in called.state_dict().items()}, assign=True)
+    case.train(3)
+
+
 @scenario("optimizer.param_groups is replaced", RIGHT)
 def groups_replaced(case: Case) -> None:
     optimizer = case.attached().train(3).optimizer

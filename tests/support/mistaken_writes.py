@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fp8dist import CurrentScaling, DelayedScaling, Recipe
-from tests.support.mistakes import LAYOUTS, STEPS, Case, batch, larger, load, plain, ranks_of, weights_of
+from tests.support.mistakes import LAYOUTS, STEPS, Case, batch, larger, load, make_net, plain, ranks_of, weights_of
 from tests.support.scenarios import RAISED, RIGHT, WARNED, Scenarios
 from tests.support.training import bits, state_bits
 
@@ -96,6 +96,23 @@ for _name, (_write, _layouts) in WRITES.items():
 for _layout in ("one", "gather"):  # These make activations grow.
     _program = _written(load_state_dict, _layout, "weight")
     add(f"load_state_dict of all layers by 8, {_layout}", _program, RIGHT, ranks=ranks_of(_layout))
+
+
+@scenario("weights that stay after swapped_weights()", WARNED, r"swapped_weights\(\)", "put them back inside it")
+def not_swapped_back(case: Case) -> None:
+    called = case.attached().train(2).called
+    with case.manager.swapped_weights():
+        load(called, larger())
+    case.train(2)
+
+
+@scenario("a check after steps that enlarge a weight from zero, gather", WARNED, "optimizer step has enlarged", ranks=2)
+def checked_from_zero(case: Case) -> None:
+    """No other code writes to it."""
+    net = make_net()
+    nn.init.zeros_(net.down.weight)
+    case.attached("gather", net=net).train(2).manager.check(parameters=False)
+    case.output()
 
 
 def _shrunk(layout: str) -> Callable[[Case], None]:
