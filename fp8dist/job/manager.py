@@ -615,7 +615,8 @@ class StateManager(FormerNames, JoinedManager):
         Checkpoint(self._cycle, self._model()).load(path, strict, convert)
 
     def reset(self) -> None:
-        """Forget all FP8 state. Local: on all ranks alike. Not needed for a new model, which has its own state."""
+        """Forget all FP8 state, but not the precision of modules (``set_precision``, a fallback). Local: on all ranks
+        alike. Not needed for a new model, which has its own state."""
         self._cycle.require("loading state")
         for sync in self._syncs:
             sync.abandon()
