@@ -147,6 +147,7 @@ class Checker:
         self._optimizers: list[weakref.ref[Any]] = []
         self._ties: tuple[tuple[str, ...], ...] = ()
         self._proven: dict[int, int] = {}  # The newest proven step, by index in ``syncs``.
+        self._unequal: dict[int, int] = {}  # Commits since then, by index in ``syncs``.
         self.state, self._control = state, control
         syncs, groups = state.syncs, state.groups
         # The default arena is the one of modules that no pattern of ``prepare(groups=…)`` matches: all ranks have it.
@@ -197,7 +198,8 @@ class Checker:
     def forget_steps(self) -> None:
         """Forget which steps were proven and checked. For callers that start to count steps anew."""
         self.last = self.checked = None
-        self._proven.clear()
+        for steps in (self._proven, self._unequal, self._last_good):
+            steps.clear()
 
     # Verdicts of syncs -----------------------------------------------------------------------------
 
@@ -258,9 +260,9 @@ class Checker:
         for outcome in outcomes:
             sync, proof = outcome.sync, outcome.proof
             self.state.job.step = max(self.state.job.step, before + proof.replays)
-            if not proof.differs:
-                if outcome.proves:
-                    self._proven[outcome.place] = before + proof.replays
+            if outcome.proves and not proof.differs:
+                self._proven[outcome.place] = before + proof.replays
+                self._unequal[outcome.place] = 0
                 equal = DivergenceReport()
                 # What an earlier header reported, and this one does not, is over.
                 _log_changes(sync.group, self._standing_of[id(sync)], equal, HEADER_KINDS)
@@ -278,7 +280,8 @@ class Checker:
             if proof.differs and joins:
                 differing.append((sync, _not_localised(sync, step, proof.differs)))
             elif proof.differs:
-                report = self._localise(sync, evidence, proof.differs)
+                good = self._last_good_before(outcome.place, step, proof.replays)
+                report = self._localise(sync, evidence, proof.differs, good)
                 if report.diverged:  # It was not reported before.
                     differing.append((sync, report))
         return differing
@@ -351,11 +354,22 @@ class Checker:
                 ", ".join(map(str, slots[:4])),
             )
 
-    def _localise(self, sync: ArenaSync, evidence: Evidence, differs: tuple[str, ...]) -> DivergenceReport:
+    def _last_good_before(self, place: int, step: int, replays: int) -> int | None:
+        """Return the last step after which the state was equal on all ranks, for a sync that found a difference at
+        ``step``; None: no sync since ``attach``, or since a load, has found it equal. ``replays``: of its poll."""
+        if place not in self._unequal:
+            return None
+        self._unequal[place] += max(1, replays)
+        # A sync compares the state before its update: that after the step before.
+        return step - 1 - self._unequal[place]
+
+    def _localise(
+        self, sync: ArenaSync, evidence: Evidence, differs: tuple[str, ...], good: int | None
+    ) -> DivergenceReport:
         """Find the ranks and slots behind a failed header, and make the ranks' scales and steps equal again. COLLECTIVE
-        over the sync's group."""
+        over the sync's group. ``good``: see ``localise``."""
         with on_device(sync.arena.device):
-            found = localise(sync, evidence, differs)
+            found = localise(sync, evidence, differs, good)
         arena, sent = sync.arena, evidence.scales
         save_evidence(
             found.report, self.state.settings.report_dir, lambda finding: _slot_evidence(arena, sent, finding)

@@ -129,7 +129,8 @@ def check(
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     checkers = [Internals(manager).settled().checker for manager in managers_in(module)]
     meet(anchor, "fp8dist.check()")
-    last_good = module.__dict__[LAST_GOOD_STEPS]
+    remembered = module.__dict__[LAST_GOOD_STEPS]  # Of a run that may have gone back to an earlier step since.
+    last_good = {kind: at for kind, at in remembered.items() if step is None or at <= step}
     device, vouched = _device_of(module), group is not None
     adopted = next((checker.adopted for checker in checkers if checker.adopted is not None), None)
     if given is not None:

@@ -434,6 +434,22 @@ def test_the_last_good_step_is_that_of_the_same_kind_of_tensor() -> None:
     assert {kind for kind, *_ in seen} == {"optimizer", "layout"}
 
 
+@on_ranks(2)
+def test_no_last_good_step_is_one_that_a_load_has_undone() -> None:
+    job = SmallJob(HISTORY)
+    job.step(0)
+    early = job.manager.state_dict()
+    job.step(1)
+    job.manager.check()
+    fp8dist.check(job.called, step=2)
+    job.manager.load_state_dict(early)
+    if dist.get_rank() == 1:
+        _nudge(job.net.last.bias)
+    with captured_log():
+        reports = [job.manager.check(policy="warn"), fp8dist.check(job.called, step=1, policy="warn")]
+    assert [(f.step, f.last_good_step) for report in reports for f in report.findings] == [(1, None)] * 2
+
+
 @on_ranks(2, timeout=60)
 def test_a_check_inside_join_is_refused_and_check_every_waits() -> None:
     job = SmallJob(HISTORY, check_every=1)
