@@ -134,7 +134,10 @@ def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of all parts by name. See ``_leaves``."""
     if not isinstance(values, Mapping):
         raise ConfigurationError(f"values must map names to values, got {type(values).__name__}")
-    return dict(_leaves("", values))
+    found: dict[str, str] = {}
+    for name, text in _leaves("", values):  # "a.b" may be one name, or that of a part.
+        found[name] = f"{found[name]}, {text}" if name in found else text
+    return found
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -152,10 +155,17 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
+        if name and not value:
+            yield name, "empty"
         for key, part in value.items():
             yield from _leaves(f"{name}.{key}" if name else str(key), part)
     elif isinstance(value, (Tensor, np.ndarray)):
-        yield name, _of_tensor(name, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+        yield (
+            name,
+            _of_tensor(
+                name, torch.from_numpy(np.asarray(value, order="C")) if isinstance(value, np.ndarray) else value
+            ),
+        )
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
         text = repr(value.item() if isinstance(value, np.generic) else value)
         digest = f"{text[:_LONGEST]}… ({hashlib.sha256(text.encode()).hexdigest()[:32]})"
