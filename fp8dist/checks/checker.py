@@ -624,6 +624,7 @@ class Comparison:
         vouched: True if the caller says that plain tensors are replicated over ``anchor``.
         groups: fqn patterns of tensors that other groups replicate; None as a group: do not compare.
         adopted: what is known to be copies along axes; None: the caller names no axes.
+        within: of each checker, what the names of its slots begin with; empty if there is one.
     """
 
     anchor: SyncGroup
@@ -637,6 +638,7 @@ class Comparison:
     vouched: bool = False
     groups: Mapping[str, GroupLike | None] | None = None
     adopted: Adopted | None = None
+    within: Sequence[str] = ()
 
     def noted(self, report: DivergenceReport) -> DivergenceReport:
         """Return a report with a note on tensors that are compared because they were equal along an axis. Local."""
@@ -646,8 +648,9 @@ class Comparison:
     def holdings(self) -> Holdings:
         """Return what this rank brings to the check. Local."""
         inventory = Inventory(self.anchor, self.vouched, self.groups, adopted=self.adopted)
-        for sync in (sync for checker in self.checkers for sync in checker.state.syncs if self.scope.state):
-            inventory.add_arena(sync)
+        for checker, within in zip(self.checkers, self.within or ("",)):
+            for sync in checker.state.syncs if self.scope.state else ():
+                inventory.add_arena(sync, within)
         if self.module is not None:
             inventory.add_module(self.module, self.scope)
         elif any(checker.state.job.called is not None for checker in self.checkers):

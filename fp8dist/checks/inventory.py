@@ -323,8 +323,9 @@ class Inventory:
             elif local.layout is torch.strided and not local.is_quantized:
                 yield NamedTensor(name, local.detach()), along
 
-    def add_arena(self, sync: ArenaSync) -> None:
-        """Add the FP8 state of one arena, all of whose slots the ranks of the sync's group share."""
+    def add_arena(self, sync: ArenaSync, within: str = "") -> None:
+        """Add the FP8 state of one arena, all of whose slots the ranks of the sync's group share. ``within``: what
+        their names begin with."""
         home: Home | Excuse = Excuse("that this rank shares with no other")
         if sync.communicates and sync.group is not None:
             label = f"FP8 state of {', '.join(sync.patterns) or 'all modules'}"
@@ -333,7 +334,7 @@ class Inventory:
             self._skip("slot", home, len(sync.arena))
         else:
             self._homes[home.label] = home
-            self._contents.setdefault(home.label, []).append(content := ArenaContent(sync.arena))
+            self._contents.setdefault(home.label, []).append(content := ArenaContent(sync.arena, within))
             self._ways["copies"] += sum(content.sizes.values())
 
     def add_module(self, module: nn.Module, scope: Scope) -> None:
