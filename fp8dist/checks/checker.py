@@ -31,7 +31,7 @@ from fp8dist.checks.inventory import Holdings, Inventory, Scope, not_finite_in
 from fp8dist.checks.protocol import Compared, check_replicas
 from fp8dist.checks.repair import Repairs, mended_texts, repair
 from fp8dist.checks.replication import is_plain
-from fp8dist.checks.report import DivergenceReport, announce, save_evidence
+from fp8dist.checks.report import DivergenceReport, announce, conclude, log_on_one_rank, save_evidence
 from fp8dist.checks.standing import HEADER_KINDS, Standing, kinds_of
 from fp8dist.common.divergence import COHERENCE, Finding, compared_text
 from fp8dist.common.text import first_few
@@ -518,7 +518,7 @@ class Checker:
             if _may_adopt(compared):
                 self._inventory_at_start(anchor, whole, self.adopted)[0].adopt(whole)
                 compared = check_replicas(anchor, build)
-            self._conclude_start(anchor, compared, policy, time.perf_counter() - start)
+            found = self._log_comparison(anchor, compared, policy, time.perf_counter() - start)
             report = compared.report
             if policy is not None and self.adopted is None and not report.findings:
                 everywhere = "parameter" not in {*report.partial, *report.unverified}
@@ -527,6 +527,7 @@ class Checker:
                     listing = Adopted(Axes({"all": anchor.process_group}), {}, log_equal)
                     self._inventory_at_start(anchor, whole, listing)[0].adopt(whole)
                     self.inferred = Inferred(anchor, listing.found("all").equal or ())
+        conclude(found, policy == "raise", self.notify_diverged)
 
     def _inventory_at_start(
         self, anchor: SyncGroup, whole: nn.Module, adopted: Adopted | None
@@ -552,8 +553,10 @@ class Checker:
             inventory.add_module(model if plain else whole, Scope(buffers=buffers))
         return inventory.holdings(self.state.job.step)
 
-    def _conclude_start(self, anchor: SyncGroup, compared: Compared, policy: Start | None, seconds: float) -> None:
-        """Log what ``compare_start`` has found in so many seconds, and raise if ``policy`` says so. COLLECTIVE if ranks
+    def _log_comparison(
+        self, anchor: SyncGroup, compared: Compared, policy: Start | None, seconds: float
+    ) -> DivergenceReport:
+        """Log what ``compare_start`` has found in so many seconds. Return the differences. COLLECTIVE if ranks
         differ."""
         report = compared.report
         if any(finding.kind == "error" for finding in report.findings):
@@ -562,9 +565,11 @@ class Checker:
         elif report.findings:
             report = replace(report, notes=(*report.notes, _UNEQUAL_START))
             save_evidence(report, self.state.settings.report_dir, compared.holdings.evidence)
-            announce(report, anchor, raises=policy == "raise", notify=self.notify_diverged)
+            log_on_one_rank(report, anchor, policy == "raise")
+            return report
         elif policy is not None and anchor.rank == min(anchor.ranks):
             _log_start(report, len(anchor.ranks), seconds)
+        return DivergenceReport()
 
     def warn_of_skipped(self, report: DivergenceReport, anchor: SyncGroup) -> None:
         """Warn once, on one rank, if a check of parameters could compare none. Local."""
@@ -717,11 +722,12 @@ def run_check(
                 if policy == "repair":
                     report = repairs.repair(report, max_repairs, partial(repair, anchor, of.holdings, compared))
                 texts = standing.texts(report) if policy == "warn" else None
-                announce(report, anchor, raises=policy in ("raise", "repair"), notify=of.notify, texts=texts)
-            return report
+                log_on_one_rank(report, anchor, policy != "warn", texts)
         finally:  # A repair writes to weights, so their casts are stale.
             for checker in checkers:
                 checker.state.job.invalidate_casts()
+    conclude(report, policy != "warn", of.notify)
+    return report
 
 
 def _may_adopt(compared: Compared) -> bool:

@@ -14,7 +14,15 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fp8dist.checks.contents import Digester, NamedTensor, TensorContent
 from fp8dist.checks.findings import findings_of_values, from_senders
-from fp8dist.checks.report import DivergenceReport, Sender, announce, save_evidence, sides_of, this_rank
+from fp8dist.checks.report import (
+    DivergenceReport,
+    Sender,
+    conclude,
+    log_on_one_rank,
+    save_evidence,
+    sides_of,
+    this_rank,
+)
 from fp8dist.common.divergence import DUPLICATE, Finding
 from fp8dist.common.names import require_bool, require_choice
 from fp8dist.errors import ConfigurationError, DivergenceError
@@ -111,8 +119,9 @@ def compare_values(
         findings = from_senders(found, [sender for sender, _, _ in gathered.values()])
         report = DivergenceReport(tuple(findings), compared={"value": len(mine)})
         save_evidence(report, report_dir(), lambda finding: None)
-        announce(report, anchor, raises=raises, notify=notify)
-        return report
+        log_on_one_rank(report, anchor, raises)
+    conclude(report, raises, notify)
+    return report
 
 
 def check_received(received: Received, anchor: SyncGroup, policy: Literal["raise", "warn"]) -> DivergenceReport:
