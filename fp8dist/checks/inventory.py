@@ -227,6 +227,7 @@ class Inventory:
         self._homes: dict[str, Home] = {home.label: home}
         self._contents: dict[str, list[Content]] = {home.label: []}
         self._tensors: dict[tuple[str, str], list[NamedTensor]] = {}  # By label of the set, and kind.
+        self._named: Counter[tuple[str, str, str]] = Counter()  # By label, kind and name.
         self._skipped: Counter[tuple[str, str]] = Counter()  # By kind, and reason.
         self._counted: dict[str, tuple[int, int]] = {}  # By kind: (compared, existing), see ``counts`` of ``_add``.
         self._noun = "parameters"  # Or "trainable parameters", if only these count.
@@ -493,7 +494,10 @@ class Inventory:
             if inner.layout is not torch.strided or inner.is_quantized:
                 self._skip(kind, Excuse(f"with layout {inner.layout}"))
             else:
-                self._tensors.setdefault((home.label, kind), []).append(NamedTensor(inner_name, inner, store))
+                key = home.label, kind, inner_name
+                self._named[key] += 1  # Two optimizers may hold the same parameter.
+                called = inner_name if self._named[key] == 1 else f"{inner_name} #{self._named[key]}"
+                self._tensors.setdefault((home.label, kind), []).append(NamedTensor(called, inner, store))
                 put = True
         return put
 

@@ -284,7 +284,7 @@ def test_a_callback_that_raises_leaves_nobody_waiting(entry: str) -> None:
 def test_the_state_of_several_optimizers_is_compared() -> None:
     model, manager = _prepared()
     model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
-    optimizers = [torch.optim.AdamW([model.weight]), torch.optim.AdamW([model.bias])]
+    optimizers = [torch.optim.AdamW([model.weight]), torch.optim.AdamW([model.bias]), torch.optim.AdamW([model.bias])]
     for optimizer in optimizers:
         optimizer.step()
     if dist.get_rank() == 2:

@@ -314,7 +314,7 @@ def test_a_damaged_scale_is_found_at_the_next_sync(
 def test_a_last_good_step_is_one_that_a_sync_has_found_equal() -> None:
     """Not the step before the last, if the sync that compared it found a difference, or a rank has loaded a state."""
     _model, manager = _manager("same_step", "warn")
-    good = []
+    good: list[Any] = []
     manager.on_event(lambda event: good.append((event.step, event.report and event.report.findings[0].last_good_step)))
     for step in range(1, 11):
         if step == 6 or (step == 10 and dist.get_rank() == 1):
