@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8dist.checks.contents import Digester, NamedTensor, TensorContent
-from fp8dist.checks.inventory import plain_tensors
+from fp8dist.checks.inventory import plain_tensors, values_in
 from fp8dist.common.text import first_few
 from fp8dist.state.groups import has_base, local_part, own_rank
 from fp8dist.state.slots import clean_fqn
@@ -138,8 +138,7 @@ def _tensors(
         for p, parameter in enumerate(group["params"]):
             name = names.pop(id(parameter), f"group{g}.{p}")
             yield name, parameter
-            state = states.get(parameter)
-            for key, value in state.items() if isinstance(state, Mapping) else ():
+            for key, value, _ in values_in(states.get(parameter)):
                 if isinstance(value, Tensor):
                     yield f"{name}.{key}", value
     if others is not None:  # A fused optimizer, whose writes torch does not count, may change what is not frozen.

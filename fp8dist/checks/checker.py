@@ -31,7 +31,7 @@ from fp8dist.checks.inventory import Holdings, Inventory, Scope, not_finite_in
 from fp8dist.checks.protocol import Compared, check_replicas
 from fp8dist.checks.repair import Repairs, mended_texts, repair
 from fp8dist.checks.replication import is_plain
-from fp8dist.checks.report import DivergenceReport, announce, save_evidence
+from fp8dist.checks.report import DivergenceReport, announce, conclude, log_on_one_rank, save_evidence
 from fp8dist.checks.standing import HEADER_KINDS, Standing, kinds_of
 from fp8dist.common.divergence import COHERENCE, Finding, compared_text
 from fp8dist.common.text import first_few
@@ -147,6 +147,7 @@ class Checker:
         self._optimizers: list[weakref.ref[Any]] = []
         self._ties: tuple[tuple[str, ...], ...] = ()
         self._proven: dict[int, int] = {}  # The newest proven step, by index in ``syncs``.
+        self._unequal: dict[int, int] = {}  # Commits since then, by index in ``syncs``.
         self.state, self._control = state, control
         syncs, groups = state.syncs, state.groups
         # The default arena is the one of modules that no pattern of ``prepare(groups=…)`` matches: all ranks have it.
@@ -197,7 +198,8 @@ class Checker:
     def forget_steps(self) -> None:
         """Forget which steps were proven and checked. For callers that start to count steps anew."""
         self.last = self.checked = None
-        self._proven.clear()
+        for steps in (self._proven, self._unequal, self._last_good):
+            steps.clear()
 
     # Verdicts of syncs -----------------------------------------------------------------------------
 
@@ -258,9 +260,9 @@ class Checker:
         for outcome in outcomes:
             sync, proof = outcome.sync, outcome.proof
             self.state.job.step = max(self.state.job.step, before + proof.replays)
-            if not proof.differs:
-                if outcome.proves:
-                    self._proven[outcome.place] = before + proof.replays
+            if outcome.proves and not proof.differs:
+                self._proven[outcome.place] = before + proof.replays
+                self._unequal[outcome.place] = 0
                 equal = DivergenceReport()
                 # What an earlier header reported, and this one does not, is over.
                 _log_changes(sync.group, self._standing_of[id(sync)], equal, HEADER_KINDS)
@@ -278,7 +280,8 @@ class Checker:
             if proof.differs and joins:
                 differing.append((sync, _not_localised(sync, step, proof.differs)))
             elif proof.differs:
-                report = self._localise(sync, evidence, proof.differs)
+                good = self._last_good_before(outcome.place, step, proof.replays)
+                report = self._localise(sync, evidence, proof.differs, good)
                 if report.diverged:  # It was not reported before.
                     differing.append((sync, report))
         return differing
@@ -351,11 +354,22 @@ class Checker:
                 ", ".join(map(str, slots[:4])),
             )
 
-    def _localise(self, sync: ArenaSync, evidence: Evidence, differs: tuple[str, ...]) -> DivergenceReport:
+    def _last_good_before(self, place: int, step: int, replays: int) -> int | None:
+        """Return the last step after which the state was equal on all ranks, for a sync that found a difference at
+        ``step``; None: no sync since ``attach``, or since a load, has found it equal. ``replays``: of its poll."""
+        if place not in self._unequal:
+            return None
+        self._unequal[place] += max(1, replays)
+        # A sync compares the state before its update: that after the step before.
+        return step - 1 - self._unequal[place]
+
+    def _localise(
+        self, sync: ArenaSync, evidence: Evidence, differs: tuple[str, ...], good: int | None
+    ) -> DivergenceReport:
         """Find the ranks and slots behind a failed header, and make the ranks' scales and steps equal again. COLLECTIVE
-        over the sync's group."""
+        over the sync's group. ``good``: see ``localise``."""
         with on_device(sync.arena.device):
-            found = localise(sync, evidence, differs)
+            found = localise(sync, evidence, differs, good)
         arena, sent = sync.arena, evidence.scales
         save_evidence(
             found.report, self.state.settings.report_dir, lambda finding: _slot_evidence(arena, sent, finding)
@@ -504,7 +518,7 @@ class Checker:
             if _may_adopt(compared):
                 self._inventory_at_start(anchor, whole, self.adopted)[0].adopt(whole)
                 compared = check_replicas(anchor, build)
-            self._conclude_start(anchor, compared, policy, time.perf_counter() - start)
+            found = self._log_comparison(anchor, compared, policy, time.perf_counter() - start)
             report = compared.report
             if policy is not None and self.adopted is None and not report.findings:
                 everywhere = "parameter" not in {*report.partial, *report.unverified}
@@ -513,6 +527,7 @@ class Checker:
                     listing = Adopted(Axes({"all": anchor.process_group}), {}, log_equal)
                     self._inventory_at_start(anchor, whole, listing)[0].adopt(whole)
                     self.inferred = Inferred(anchor, listing.found("all").equal or ())
+        conclude(found, policy == "raise", self.notify_diverged)
 
     def _inventory_at_start(
         self, anchor: SyncGroup, whole: nn.Module, adopted: Adopted | None
@@ -538,8 +553,10 @@ class Checker:
             inventory.add_module(model if plain else whole, Scope(buffers=buffers))
         return inventory.holdings(self.state.job.step)
 
-    def _conclude_start(self, anchor: SyncGroup, compared: Compared, policy: Start | None, seconds: float) -> None:
-        """Log what ``compare_start`` has found in so many seconds, and raise if ``policy`` says so. COLLECTIVE if ranks
+    def _log_comparison(
+        self, anchor: SyncGroup, compared: Compared, policy: Start | None, seconds: float
+    ) -> DivergenceReport:
+        """Log what ``compare_start`` has found in so many seconds. Return the differences. COLLECTIVE if ranks
         differ."""
         report = compared.report
         if any(finding.kind == "error" for finding in report.findings):
@@ -548,9 +565,11 @@ class Checker:
         elif report.findings:
             report = replace(report, notes=(*report.notes, _UNEQUAL_START))
             save_evidence(report, self.state.settings.report_dir, compared.holdings.evidence)
-            announce(report, anchor, raises=policy == "raise", notify=self.notify_diverged)
+            log_on_one_rank(report, anchor, policy == "raise")
+            return report
         elif policy is not None and anchor.rank == min(anchor.ranks):
             _log_start(report, len(anchor.ranks), seconds)
+        return DivergenceReport()
 
     def warn_of_skipped(self, report: DivergenceReport, anchor: SyncGroup) -> None:
         """Warn once, on one rank, if a check of parameters could compare none. Local."""
@@ -610,6 +629,7 @@ class Comparison:
         vouched: True if the caller says that plain tensors are replicated over ``anchor``.
         groups: fqn patterns of tensors that other groups replicate; None as a group: do not compare.
         adopted: what is known to be copies along axes; None: the caller names no axes.
+        within: of each checker, what the names of its slots begin with; empty if there is one.
     """
 
     anchor: SyncGroup
@@ -623,6 +643,7 @@ class Comparison:
     vouched: bool = False
     groups: Mapping[str, GroupLike | None] | None = None
     adopted: Adopted | None = None
+    within: Sequence[str] = ()
 
     def noted(self, report: DivergenceReport) -> DivergenceReport:
         """Return a report with a note on tensors that are compared because they were equal along an axis. Local."""
@@ -632,8 +653,9 @@ class Comparison:
     def holdings(self) -> Holdings:
         """Return what this rank brings to the check. Local."""
         inventory = Inventory(self.anchor, self.vouched, self.groups, adopted=self.adopted)
-        for sync in (sync for checker in self.checkers for sync in checker.state.syncs if self.scope.state):
-            inventory.add_arena(sync)
+        for checker, within in zip(self.checkers, self.within or ("",)):
+            for sync in checker.state.syncs if self.scope.state else ():
+                inventory.add_arena(sync, within)
         if self.module is not None:
             inventory.add_module(self.module, self.scope)
         elif any(checker.state.job.called is not None for checker in self.checkers):
@@ -700,11 +722,12 @@ def run_check(
                 if policy == "repair":
                     report = repairs.repair(report, max_repairs, partial(repair, anchor, of.holdings, compared))
                 texts = standing.texts(report) if policy == "warn" else None
-                announce(report, anchor, raises=policy in ("raise", "repair"), notify=of.notify, texts=texts)
-            return report
+                log_on_one_rank(report, anchor, policy != "warn", texts)
         finally:  # A repair writes to weights, so their casts are stale.
             for checker in checkers:
                 checker.state.job.invalidate_casts()
+    conclude(report, policy != "warn", of.notify)
+    return report
 
 
 def _may_adopt(compared: Compared) -> bool:

@@ -183,9 +183,11 @@ class TensorContent(Content):
 class ArenaContent(Content):
     """The slots of an arena, each with all state that must be equal on the ranks that share the arena."""
 
-    def __init__(self, arena: Arena) -> None:
-        shape = (arena.ring.length,)
-        super().__init__([Key(str(spec.slot), "slot", shape, spec.format.name) for spec in arena.specs], arena.device)
+    def __init__(self, arena: Arena, within: str = "") -> None:
+        """``within``: what the names of slots begin with."""
+        names, shape = [f"{within}{spec.slot}" for spec in arena.specs], (arena.ring.length,)
+        keys = [Key(name, "slot", shape, spec.format.name) for name, spec in zip(names, arena.specs)]
+        super().__init__(keys, arena.device)
         self._arena = arena
 
     @property

@@ -44,7 +44,7 @@ class Localisation(NamedTuple):
     reference: tuple[Tensor, Tensor] | None
 
 
-def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Localisation:
+def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str], good: int | None) -> Localisation:
     """Find the ranks and slots behind a failed header. COLLECTIVE over the sync's group.
 
     Compares the scales as the ranks sent them. The live scales are equal again by now, because all ranks computed new
@@ -53,12 +53,13 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
     Args:
         evidence: what this rank sent.
         differs: what differs according to the header, of "manifest", "step" and "scale". Each gets a finding.
+        good: the last step after which the ranks were equal, as far as this rank knows; None: unknown.
     """
     group = sync.group
     assert group is not None
     sent = evidence.scales
     me = this_rank(sync.arena.device, group.mesh_coordinates())
-    everyone: list[_HeaderOf] = group.gather(_HeaderOf(me, tuple(evidence.words.tolist()), int(sync.arena.step)))
+    everyone: list[_HeaderOf] = group.gather(_HeaderOf(me, tuple(evidence.words.tolist()), int(sync.arena.step), good))
     findings: list[Finding] = []
     reference = None
     for kind, place in (("manifest", WORD_MANIFEST), ("step", WORD_STEP)):
@@ -81,9 +82,9 @@ def localise(sync: ArenaSync, evidence: Evidence, differs: Sequence[str]) -> Loc
         detail = "the header differed, but the values that it was computed from are equal"
         findings.append(Finding(0, kind, kind, tuple(e.participant.rank for e in everyone), None, detail=detail))
     step = max(e.words[WORD_STEP] for e in everyone)
+    known = [e.good for e in everyone if e.good is not None]  # A rank may have loaded a state alone.
+    good = min(known) if len(known) == len(everyone) else None
     participants = [e.participant for e in everyone]
-    # The sync of step n - 1 compared the state before its update: that after step n - 2.
-    good = step - 2 if step > 1 else None
     located = [replace(f, step=step, last_good_step=good).located(participants) for f in findings]
     return Localisation(DivergenceReport(tuple(located)), max(e.now for e in everyone), reference)
 
@@ -131,6 +132,7 @@ class _HeaderOf(NamedTuple):
     participant: Participant
     words: tuple[int, ...]  # As sent by the launch that failed.
     now: int  # Step counter after the commit. CUDA graph replays may have advanced it further.
+    good: int | None  # See ``localise``.
 
 
 def _from(source: int, group: SyncGroup, tensor: Tensor) -> Tensor:

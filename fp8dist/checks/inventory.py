@@ -227,6 +227,7 @@ class Inventory:
         self._homes: dict[str, Home] = {home.label: home}
         self._contents: dict[str, list[Content]] = {home.label: []}
         self._tensors: dict[tuple[str, str], list[NamedTensor]] = {}  # By label of the set, and kind.
+        self._named: Counter[tuple[str, str, str]] = Counter()  # By label, kind and name.
         self._skipped: Counter[tuple[str, str]] = Counter()  # By kind, and reason.
         self._counted: dict[str, tuple[int, int]] = {}  # By kind: (compared, existing), see ``counts`` of ``_add``.
         self._noun = "parameters"  # Or "trainable parameters", if only these count.
@@ -323,8 +324,9 @@ class Inventory:
             elif local.layout is torch.strided and not local.is_quantized:
                 yield NamedTensor(name, local.detach()), along
 
-    def add_arena(self, sync: ArenaSync) -> None:
-        """Add the FP8 state of one arena, all of whose slots the ranks of the sync's group share."""
+    def add_arena(self, sync: ArenaSync, within: str = "") -> None:
+        """Add the FP8 state of one arena, all of whose slots the ranks of the sync's group share. ``within``: what
+        their names begin with."""
         home: Home | Excuse = Excuse("that this rank shares with no other")
         if sync.communicates and sync.group is not None:
             label = f"FP8 state of {', '.join(sync.patterns) or 'all modules'}"
@@ -333,7 +335,7 @@ class Inventory:
             self._skip("slot", home, len(sync.arena))
         else:
             self._homes[home.label] = home
-            self._contents.setdefault(home.label, []).append(content := ArenaContent(sync.arena))
+            self._contents.setdefault(home.label, []).append(content := ArenaContent(sync.arena, within))
             self._ways["copies"] += sum(content.sizes.values())
 
     def add_module(self, module: nn.Module, scope: Scope) -> None:
@@ -427,16 +429,15 @@ class Inventory:
                 counting = homes if zero is not None else self._replication.of_count(parameter)
                 if id(parameter) in self._replication.masters:
                     self._add(name, "optimizer", parameter, homes, ".main_param")
-                state = optimizer.state.get(parameter) or {}
-                for key, value in sorted(state.items()):
-                    store: Store = None
+                for key, value, store in values_in(optimizer.state.get(parameter)):
                     if isinstance(value, (bool, int, float)):
-                        store = partial(_write, state, key, type(value))
                         value = torch.tensor(value, dtype=torch.float64, device="cpu")
                     if isinstance(value, Tensor):
                         # Equal counts do not show that the moments beside them are: these must stay "not verified".
                         of, counts = (counting, counting is homes) if key == "step" else (homes, True)
                         self._add(name, "optimizer", value, of, f".{key}", store, counts)
+                    elif value is not None:
+                        self._skip("optimizer", Excuse(f"of type {type(value).__name__}"))
 
     def _add(
         self,
@@ -466,20 +467,21 @@ class Inventory:
         declared = any(isinstance(one, Home) and one.group.communicates for one in homes)
         homes = self._replication.with_axes(name, homes)
         homes = [_ALONE if isinstance(one, Home) and not one.group.communicates else one for one in homes]
-        if counts:
-            compared, held = self._counted.get(kind, (0, 0))
-            self._counted[kind] = compared + any(isinstance(one, Home) for one in homes), held + 1
-        along = [self._replication.axis_of(one) for one in homes if isinstance(one, Home) and not declared]
-        way = "copies" if declared else f"axis {along[0]}" if along else "not compared"
-        self._ways[way] += 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
+        put = False
         for one in homes:
             if isinstance(one, Excuse):
                 self._skip(kind, one)
             else:
-                self._put((one.alias or name) + suffix, kind, tensor, one, store)
+                put |= self._put((one.alias or name) + suffix, kind, tensor, one, store)
+        if counts:
+            compared, held = self._counted.get(kind, (0, 0))
+            self._counted[kind] = compared + put, held + 1
+        along = [self._replication.axis_of(one) for one in homes if isinstance(one, Home) and not declared]
+        way = "not compared" if not put else "copies" if declared else f"axis {along[0]}"
+        self._ways[way] += 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
 
-    def _put(self, name: str, kind: str, tensor: Tensor, home: Home, store: Store) -> None:
-        """Add a local tensor to the set of one home.
+    def _put(self, name: str, kind: str, tensor: Tensor, home: Home, store: Store) -> bool:
+        """Add a local tensor to the set of one home. Return True if it can be read.
 
         Raises:
             ValueError: it has no values yet.
@@ -487,11 +489,17 @@ class Inventory:
         self._homes[home.label] = home
         if is_lazy(tensor):
             raise ValueError(f"{kind} '{name}': it is uninitialized: run a forward first")
+        put = False
         for inner_name, inner in plain_tensors(name, tensor):
             if inner.layout is not torch.strided or inner.is_quantized:
                 self._skip(kind, Excuse(f"with layout {inner.layout}"))
             else:
-                self._tensors.setdefault((home.label, kind), []).append(NamedTensor(inner_name, inner, store))
+                key = home.label, kind, inner_name
+                self._named[key] += 1  # Two optimizers may hold the same parameter.
+                called = inner_name if self._named[key] == 1 else f"{inner_name} #{self._named[key]}"
+                self._tensors.setdefault((home.label, kind), []).append(NamedTensor(called, inner, store))
+                put = True
+        return put
 
     def _skip(self, kind: str, excuse: Excuse, count: int = 1) -> None:
         """Count things of a kind that are not compared. With a ``count`` of 0, the reason stands in the report, too."""
@@ -541,12 +549,25 @@ def _numbers_of(module: nn.Module, scope: Scope) -> Iterator[tuple[str, Tensor, 
     names = {id(one): name for name, one in parameters}
     for optimizer in scope.optimizers:
         for parameter, state in optimizer.state.items():
-            for key, value in state.items() if isinstance(state, Mapping) else ():
+            for key, value, _ in values_in(state):
                 if isinstance(value, Tensor):
                     yield f"{names.get(id(parameter), 'optimizer')}.{key}", value, False
 
 
-def _write(state: dict[str, Any], key: str, kind: type[Any], number: Tensor) -> None:
+def values_in(state: Any, within: str = "") -> Iterator[tuple[str, Any, Store]]:
+    """Yield (key, value, store) of what an optimizer holds for a parameter, also in lists and mappings: "Q.0"."""
+    items = (
+        state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, (list, tuple)) else ()
+    )
+    for key, value in sorted(items, key=lambda item: str(item[0])):
+        if isinstance(value, (list, tuple, Mapping)):
+            yield from values_in(value, f"{within}{key}.")
+        else:
+            number = isinstance(value, (bool, int, float))
+            yield f"{within}{key}", value, partial(_write, state, key, type(value)) if number else None
+
+
+def _write(state: Any, key: Any, kind: type[Any], number: Tensor) -> None:
     """Write a repaired number, 0-d, back to an optimizer's state, with its old type."""
     state[key] = kind(number.item())
 

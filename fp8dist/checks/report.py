@@ -129,10 +129,8 @@ def announce(
     texts: Sequence[str] | None = None,
     waits: bool = True,
 ) -> None:
-    """Log a report on one rank, notify, and raise on all ranks. COLLECTIVE: a barrier over ``group``, if the report has
-    findings and ``waits``. Does nothing without findings.
-
-    The barrier comes between log and error, because a launcher kills the other ranks when one has failed.
+    """Log a report on one rank, notify, and raise on all ranks. COLLECTIVE: as ``log_on_one_rank``. Does nothing
+    without findings.
 
     Args:
         report: with the same findings on all ranks of the group.
@@ -145,6 +143,21 @@ def announce(
     Raises:
         DivergenceError: on all ranks, with ``raises``, if something differs and was not repaired.
     """
+    log_on_one_rank(report, group, raises, texts, waits)
+    conclude(report, raises, notify)
+
+
+def log_on_one_rank(
+    report: DivergenceReport,
+    group: SyncGroup | None,
+    raises: bool,
+    texts: Sequence[str] | None = None,
+    waits: bool = True,
+) -> None:
+    """The first part of ``announce``. COLLECTIVE: a barrier over ``group``, if the report has findings and ``waits``.
+
+    The barrier comes between log and error, because a launcher kills the other ranks when one has failed.
+    """
     if not report.findings:
         return
     if group is None or group.rank == report.reporting_rank:
@@ -153,7 +166,11 @@ def announce(
             logger.log(level, "%s", text)
     if waits and group is not None and group.communicates:
         dist.barrier(group=group.process_group)
-    if notify is not None:
+
+
+def conclude(report: DivergenceReport, raises: bool, notify: Callable[[DivergenceReport], None] | None = None) -> None:
+    """The second part of ``announce``. Local. Not inside ``failing_by_name``: an error of a callback is its own."""
+    if report.findings and notify is not None:
         notify(report)
     if raises:
         report.raise_if_diverged()

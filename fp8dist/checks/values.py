@@ -14,7 +14,15 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fp8dist.checks.contents import Digester, NamedTensor, TensorContent
 from fp8dist.checks.findings import findings_of_values, from_senders
-from fp8dist.checks.report import DivergenceReport, Sender, announce, save_evidence, sides_of, this_rank
+from fp8dist.checks.report import (
+    DivergenceReport,
+    Sender,
+    conclude,
+    log_on_one_rank,
+    save_evidence,
+    sides_of,
+    this_rank,
+)
 from fp8dist.common.divergence import DUPLICATE, Finding
 from fp8dist.common.names import require_bool, require_choice
 from fp8dist.errors import ConfigurationError, DivergenceError
@@ -111,8 +119,9 @@ def compare_values(
         findings = from_senders(found, [sender for sender, _, _ in gathered.values()])
         report = DivergenceReport(tuple(findings), compared={"value": len(mine)})
         save_evidence(report, report_dir(), lambda finding: None)
-        announce(report, anchor, raises=raises, notify=notify)
-        return report
+        log_on_one_rank(report, anchor, raises)
+    conclude(report, raises, notify)
+    return report
 
 
 def check_received(received: Received, anchor: SyncGroup, policy: Literal["raise", "warn"]) -> DivergenceReport:
@@ -134,7 +143,10 @@ def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of all parts by name. See ``_leaves``."""
     if not isinstance(values, Mapping):
         raise ConfigurationError(f"values must map names to values, got {type(values).__name__}")
-    return dict(_leaves("", values))
+    found: dict[str, str] = {}
+    for name, text in _leaves("", values):  # "a.b" may be one name, or that of a part.
+        found[name] = f"{found[name]}, {text}" if name in found else text
+    return found
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -152,10 +164,17 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
+        if name and not value:
+            yield name, "empty"
         for key, part in value.items():
             yield from _leaves(f"{name}.{key}" if name else str(key), part)
     elif isinstance(value, (Tensor, np.ndarray)):
-        yield name, _of_tensor(name, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+        yield (
+            name,
+            _of_tensor(
+                name, torch.from_numpy(np.asarray(value, order="C")) if isinstance(value, np.ndarray) else value
+            ),
+        )
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
         text = repr(value.item() if isinstance(value, np.generic) else value)
         digest = f"{text[:_LONGEST]}… ({hashlib.sha256(text.encode()).hexdigest()[:32]})"

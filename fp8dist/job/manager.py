@@ -619,8 +619,8 @@ class StateManager(FormerNames, JoinedManager):
         alike. Not needed for a new model, which has its own state."""
         self._cycle.require("loading state")
         for sync in self._syncs:
-            sync.abandon()
             sync.arena.reset()
+            sync.abandon()
         self._cycle.state_loaded(self.slots, self.run_step)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from fp8dist.checks.standing import Standing
 from fp8dist.common.names import require_choice, require_int
 from fp8dist.common.optimizer_hooks import unwrap_optimizers
 from fp8dist.errors import ConfigurationError
-from fp8dist.job.manager import Internals, managers_in
+from fp8dist.job.manager import ATTRIBUTE, WHOLE, Internals, StateManager, managers_in
 from fp8dist.parallel.ddp import in_join
 from fp8dist.parallel.torch_internals import require_checkable
 from fp8dist.state.accord import meet
@@ -127,17 +127,21 @@ def check(
         module.__dict__[LAST_GOOD_STEPS] = {}
         enrol()  # So that an error can name the host of a missing rank.
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
-    checkers = [Internals(manager).settled().checker for manager in managers_in(module)]
+    managers = managers_in(module)
+    checkers = [Internals(manager).settled().checker for manager in managers]
+    within = _names_in(module, managers) if len(managers) > 1 else ()  # Their slots may have equal names.
     meet(anchor, "fp8dist.check()")
-    last_good = module.__dict__[LAST_GOOD_STEPS]
+    remembered = module.__dict__[LAST_GOOD_STEPS]  # Of a run that may have gone back to an earlier step since.
+    last_good = {kind: at for kind, at in remembered.items() if step is None or at <= step}
     device, vouched = _device_of(module), group is not None
     adopted = next((checker.adopted for checker in checkers if checker.adopted is not None), None)
     if given is not None:
         memory = checkers[0].along if checkers else module.__dict__.setdefault(ALONG_AXES, {})
         adopted = Adopted(given, memory)
     compared = Comparison(
-        anchor, checkers, module, scope, device, step or 0, last_good, vouched=vouched, groups=groups, adopted=adopted
-    )
+        anchor, checkers, module, scope, device, step or 0, last_good, vouched=vouched, groups=groups, adopted=adopted,
+        within=within,
+    )  # fmt: skip
     repairs = checkers[0].repairs if checkers else module.__dict__.setdefault(REPAIRS, Repairs())
     report = run_check(compared, policy, _INSTEAD, report_dir(), repairs, max_repairs)
     if not compared.enabled:
@@ -161,6 +165,15 @@ def _asked(module: nn.Module, optimizer: Any) -> Asked:
 def _named(module: nn.Module) -> dict[str, int]:
     """Return the id of each parameter by its name without the components of wrappers."""
     return {clean_fqn(name): id(one) for name, one in module.named_parameters(remove_duplicate=False)}
+
+
+def _names_in(module: nn.Module, managers: Sequence[StateManager]) -> list[str]:
+    """Return where in ``module`` the model of each manager is, as the beginning of names: "" or "actor."."""
+    found: dict[Any, str] = {}
+    for path, part in module.named_modules():
+        manager, name = part.__dict__.get(WHOLE, part).__dict__.get(ATTRIBUTE), clean_fqn(path)
+        found.setdefault(manager, f"{name}." if name else "")
+    return [found[manager] for manager in managers]
 
 
 def _device_of(module: nn.Module) -> torch.device:

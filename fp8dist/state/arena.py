@@ -174,7 +174,7 @@ class Arena:
                 )
             return
         if device != self.device:
-            kept = {name: getattr(self, name) for name in self._STATE}
+            kept = {name: getattr(self, name) for name in (*self._STATE, "tripped")}
             self._allocate(device)
             self.put_back(kept)
         self.placed = True

@@ -91,8 +91,8 @@ class Verdict:
     """A Proof on its way to the host.
 
     On CUDA the numbers are copied without blocking and read at the next boundary. ``evidence`` is set only if a launch
-    before that boundary would overwrite it in the arena. ``proves``: False if no sync made it. ``fitted``: see
-    ``ArenaSync``.
+    before that boundary would overwrite it in the arena. ``proves``: False if no sync made it; valid after ``read``.
+    ``fitted``: see ``ArenaSync``.
     """
 
     proves = True
@@ -133,6 +133,7 @@ class Verdict:
         nonfinite, saturated, *replayed = counts[WORDS:]
         kinds = tuple([kind for kind, count in differs if count])
         replays, collectives = replayed if len(replayed) > 1 else (0, 0)
+        self.proves &= replays > 0 or len(replayed) <= 1
         return Proof(kinds, nonfinite > 0, saturated > 0, tripped, hot, replays, collectives)
 
 
@@ -451,6 +452,8 @@ class ArenaSync:
         self.arena.shares.fill_(DID_NOT_RUN)
         self.arena.tripped.zero_()
         self._merged = self._hold = self.verdict = None
+        if self._polled is not None:  # A load or a reset has written the counters.
+            self._polled = self.arena.counters.clone()
         if self.measured is not None:
             self.measured.forget()
         self.phase, self._in_graph = Phase.IDLE, False

@@ -177,7 +177,7 @@ def test_it_needs_no_collective() -> None:
 
 # Values that are not finite -----------------------------------------------------------------------------
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -194,7 +194,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def test_one_value_is_found(dtype: torch.dtype, value: float, as_parameter: bool, as_buffer: bool) -> None:
     tensor = torch.full((3, 700), -6e4, dtype=dtype)
     tensor[2, 699] = value
-    for view in (tensor, tensor.t(), tensor[:, 350:]):
+    for view in (tensor, tensor.t(), tensor[:, 350:], tensor.conj()):
         named = [("ones", torch.ones(3), True), ("mask", view, False), ("weight", view, True)]
         assert ("weight" in not_finite(named), "mask" in not_finite(named)) == (as_parameter, as_buffer)
         assert "ones" not in not_finite(named)

@@ -221,6 +221,15 @@ def test_a_kind_of_which_nothing_is_compared_is_not_consistent() -> None:
     assert "6 parameters that are DTensors without a Replicate axis" in shards[3]["parameter"]
 
 
+@on_ranks(2)
+def test_sparse_gradients_are_not_verified() -> None:
+    model = DistributedDataParallel(nn.Embedding(8, 4, sparse=True))
+    model(torch.tensor([1, 2])).sum().backward()
+    report = fp8dist.check(model, gradients=True)
+    assert (report.consistent, report.compared) == (False, {"parameter": 1})
+    assert report.unverified == {"gradient": "1 gradients with layout torch.sparse_coo"}
+
+
 @on_ranks(4)
 def test_some_parameters_do_not_stand_for_all() -> None:
     """Ranks 0 and 1 hold all parameters alike, ranks 2 and 3 all but two. Then a check of the manager's."""

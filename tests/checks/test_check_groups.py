@@ -434,6 +434,37 @@ def test_the_last_good_step_is_that_of_the_same_kind_of_tensor() -> None:
     assert {kind for kind, *_ in seen} == {"optimizer", "layout"}
 
 
+@on_ranks(3)
+def test_slots_of_two_prepared_models_are_told_apart_and_repaired() -> None:
+    """They have the same names in their own models."""
+    actor, critic = SmallJob(HISTORY), SmallJob(HISTORY, net=make_net(1))
+    for job in (actor, critic):
+        job.step(0)
+    both = nn.ModuleDict({"actor": actor.called, "critic": critic.called})
+    if dist.get_rank() == 1:
+        actor.manager.slot("first", "input").scale.mul_(2)
+    with captured_log():
+        report = fp8dist.check(both, policy="repair")
+    assert [(f.kind, f.name, f.ranks) for f in report.findings] == [("scale", "actor.first:input", (1,))]
+    assert (report.consistent, report.compared) == (True, {"parameter": 12, "slot": 18})
+
+
+@on_ranks(2)
+def test_no_last_good_step_is_one_that_a_load_has_undone() -> None:
+    job = SmallJob(HISTORY)
+    job.step(0)
+    early = job.manager.state_dict()
+    job.step(1)
+    job.manager.check()
+    fp8dist.check(job.called, step=2)
+    job.manager.load_state_dict(early)
+    if dist.get_rank() == 1:
+        _nudge(job.net.last.bias)
+    with captured_log():
+        reports = [job.manager.check(policy="warn"), fp8dist.check(job.called, step=1, policy="warn")]
+    assert [(f.step, f.last_good_step) for report in reports for f in report.findings] == [(1, None)] * 2
+
+
 @on_ranks(2, timeout=60)
 def test_a_check_inside_join_is_refused_and_check_every_waits() -> None:
     job = SmallJob(HISTORY, check_every=1)

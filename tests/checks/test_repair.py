@@ -286,6 +286,22 @@ def test_a_number_in_an_optimizers_state_is_repaired_or_everything_is_refused() 
     assert (parameter_bits(model) == before) == (not report.consistent or not odd)
 
 
+@on_ranks(3)
+def test_lists_and_mappings_in_an_optimizers_state_are_compared_and_repaired() -> None:
+    """As SOAP and LBFGS have them. What cannot be read is named."""
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state, odd = optimizer.state[model.first.bias], dist.get_rank() == 1
+    state |= {"Q": [torch.ones(2), torch.full((2,), 2.0 + odd)], "last": {"k": [7 + odd]}, "projector": object()}
+    with captured_log():
+        report, _ = _repaired(model, optimizer=optimizer)
+        state["Q"][0][1] = torch.nan
+        assert fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizer).nonfinite == ("first.bias.Q.0",)
+    assert {f.name for f in report.findings} == {"first.bias.Q.1", "first.bias.last.k.0"}
+    assert (state["Q"][1].tolist(), state["last"]) == ([2.0, 2.0], {"k": [7]})
+    assert "1 optimizer states of type object" in report.skipped
+
+
 def _train(damaged_rank: int | None, entry: str) -> Any:
     """Run six steps of DDP in FP8. After the fourth, scramble and repair everything on one rank."""
     job = SmallJob(DelayedScaling(history_len=4), net=make_net(seed=3), optimizer=torch.optim.AdamW)

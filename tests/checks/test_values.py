@@ -53,6 +53,9 @@ def _values(what: str, rank: int) -> dict[str, Any]:
         "array": {"x": np.array([1.0, 2.0 + wrong])},
         "missing": {"a": 1} if wrong else {"a": 1, "b": 2},
         "integer": {"a": 1.0 if wrong else 1},
+        "empty": {"a": 1} if wrong else {"a": 1, "b": []},
+        "twice": {"a.b": 1 + wrong, "a": {"b": 2}},
+        "view": {"x": np.arange(3 + wrong)[::-1]},
     }[what]
 
 
@@ -68,6 +71,9 @@ def _values(what: str, rank: int) -> dict[str, Any]:
         ("array", "x", "rank 1: float64[2] of digest "),
         ("missing", "b", "rank 1: absent; rank 0: 2"),
         ("integer", "a", "rank 1: 1.0; rank 0: 1"),
+        ("empty", "b", "rank 1: absent; rank 0: empty"),
+        ("twice", "a.b", "rank 1: 2, 2; rank 0: 1, 2"),
+        ("view", "x", "rank 1: int64[4] of digest "),
     ],
 )
 @on_ranks(3)

@@ -318,6 +318,43 @@ def test_what_cannot_be_captured_is_refused() -> None:
         job.step()
 
 
+@on_ranks(2)
+def test_a_poll_without_a_replay_proves_nothing() -> None:
+    job = _Job(group=dist.group.WORLD, check_policy="warn")
+    _eager(job, WARM_UP)
+    graph = _captured(job)
+    with captured_log() as log:
+        for damaged in (False, True):
+            if damaged and dist.get_rank() == 1:
+                flip(job.manager.slot("branch", "weight").scale, 20)
+            graph.replay()
+            job.manager.poll()
+        job.manager.poll()
+    assert (job.manager.verified.proven_step, job.manager.run_step) == (WARM_UP + 1, WARM_UP + 2)
+    assert not [text for _, text in log if "equal again" in text]
+
+
+@pytest.mark.parametrize("how", ["load", "reset"])
+def test_slots_are_named_after_the_counters_were_written(how: str) -> None:
+    """The same slots have a non-finite amax before and after a load or a reset."""
+    job = _Job()
+    events = _events(job)
+    _eager(job, WARM_UP)
+    saved = job.manager.state_dict()
+    graph = _captured(job)
+    for after in (False, True):
+        before = [t.detach().clone() for t in job.net.parameters()]
+        if after:
+            job.manager.load_state_dict(saved) if how == "load" else job.manager.reset()
+        job.x[0, 0] = torch.inf
+        graph.replay()
+        with torch.no_grad():
+            for tensor, old in zip(job.net.parameters(), before):
+                tensor.copy_(old)
+        job.manager.poll()
+    assert [(kind, named) for kind, _, named in events] == [("nonfinite", True)] * 2
+
+
 REPLAYED = [("same_step", False, 2), ("next_step", False, 1), ("next_step", True, 1)]
 
 

@@ -310,6 +310,22 @@ def test_a_damaged_scale_is_found_at_the_next_sync(
         # Otherwise the boundary that raised sent nothing, so two steps' amaxes merged.
 
 
+@on_ranks(2)
+def test_a_last_good_step_is_one_that_a_sync_has_found_equal() -> None:
+    """Not the step before the last, if the sync that compared it found a difference, or a rank has loaded a state."""
+    _model, manager = _manager("same_step", "warn")
+    good: list[Any] = []
+    manager.on_event(lambda event: good.append((event.step, event.report and event.report.findings[0].last_good_step)))
+    for step in range(1, 11):
+        if step == 6 or (step == 10 and dist.get_rank() == 1):
+            manager.load_state_dict(manager.state_dict())
+        if step in (3, 4, 6, 8, 10) and dist.get_rank() == 1:
+            DAMAGES["scale"](manager)
+        _record(manager, step)
+        manager.step()
+    assert good == [(3, 1), (4, 1), (6, None), (8, 6), (10, None)]
+
+
 def test_the_values_of_damaged_scales_are_told_and_all_slots_named(three_ranks: RankPool) -> None:
     scale = float32(448.0 / max(_amax(step, rank, A) for step in range(DAMAGED_BEFORE) for rank in range(3)))
     for result in three_ranks.run(_damaged_run, "both", "same_step", "raise", 1):
