@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -75,6 +76,16 @@ def printed(capsys: Capture, code: int, *words: str) -> str:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")
+
+
+def test_a_terminal_without_utf8_gets_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [write({"wäight": torch.full((3,), float(n))}, tmp_path / f"{n}.safetensors") for n in range(2)]
+    for command, code in (("check", 1), ("inspect", 0)):
+        terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        monkeypatch.setattr("sys.stdout", terminal)
+        assert main([command, *paths[: 1 + code]]) == code
+        terminal.seek(0)
+        assert "w?ight" in terminal.read()
 
 
 def test_equal_checkpoints_are_consistent_in_any_format(tmp_path: Path, capsys: Capture) -> None:
