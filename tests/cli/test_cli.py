@@ -329,6 +329,17 @@ def test_across_ranks_each_brings_its_own(tmp_path: Path) -> None:
     assert json.loads(run.stdout)["consistent"]
 
 
+def test_ranks_that_read_one_file_compare_nothing(tmp_path: Path) -> None:
+    path = write(weights(), tmp_path / "0.safetensors")
+    (tmp_path / "1.safetensors").write_bytes(Path(path).read_bytes())
+    run = forked.run(["check", path], 2, {}, main=main)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert f"several ranks read one file, {path}: give one PATH with {{rank}} in it" in run.stderr
+    run = forked.run(["check", str(tmp_path / "{rank}.safetensors")], 2, {}, main=main)
+    assert run.returncode == 0
+    assert "consistent (4 parameters" in run.stdout
+
+
 def _anonymous() -> int:
     """Return the memory of this process in KiB, without what is mapped from files."""
     return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0])
