@@ -169,6 +169,8 @@ def test_numbers_of_a_due_step_are_those_of_the_state(tmp_path: Path) -> None:
     assert peaks_of("NVIDIA H100 PCIe") == {"high": 756e12, "fp8": 1513e12}
     assert peaks_of("NVIDIA GB200") == {"high": 2.5e15, "fp8": 5e15}
     assert peaks_of("NVIDIA A100-SXM4-80GB") is peaks_of("cpu") is None
+    for part in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"):
+        assert peaks_of(part) is None
 
 
 def test_events_are_the_managers_and_name_who_held_a_nan(tmp_path: Path) -> None:

@@ -62,9 +62,10 @@ class SlotBins:
         with np.errstate(over="ignore", invalid="ignore"):
             reach = np.where(np.isfinite(amax), amax * scale, np.nan)
         most = {"amax": amax, "reach": reach, "jump": self._jumps(columns.slot, scale)}
-        for name, values in {**most, **{key: columns.numbers[key] for key in ("saturated", "underflow")}}.items():
-            np.fmax.at(self.arrays[name].reshape(-1), at, values.astype(np.float32))
-        self._hold(columns, at, amax.astype(np.float32))
+        with np.errstate(over="ignore"):
+            for name, values in {**most, **{key: columns.numbers[key] for key in ("saturated", "underflow")}}.items():
+                np.fmax.at(self.arrays[name].reshape(-1), at, values.astype(np.float32))
+            self._hold(columns, at, amax.astype(np.float32))
 
     def _grow(self, slots: int) -> None:
         more = slots - len(self.sums)
