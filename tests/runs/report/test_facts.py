@@ -72,6 +72,14 @@ AGAIN = (
 )
 
 
+def test_steps_that_were_undone_are_not_unproven(tmp_path: Path) -> None:
+    steps = (10, 20, 30, 40, 20, 30)
+    lines(tmp_path / "scales.jsonl", [{"step": step, "slot": "a:input", "amax": 1.0} for step in steps])
+    found = _run(tmp_path, [{"step": step, "proven": step} for step in steps])
+    assert facts.goals(found) == {"proven": 30, "checked": None, "last": 30}
+    assert "for the FP8 state, no step up to 30 is unproven" in facts.verdict(found).text
+
+
 @pytest.mark.parametrize(
     ("metrics", "events", "state", "text", "live"),
     [

@@ -66,7 +66,7 @@ def test_bins_hold_what_plain_python_finds(
     monkeypatch.setattr(binned, "BINS", bins)
     monkeypatch.setattr("fp8dist.runs.report.folder.BLOCK", block)
     slots = read_run(folder).slots
-    assert (slots.observations, slots.steps) == (40, (10, 400))
+    assert (slots.observations, slots.newest) == (40, 400)
     found = _read(folder / "scales.jsonl")
     for slot, row in slots.names.items():
         mine = [line for line in found if line["slot"] == slot]
