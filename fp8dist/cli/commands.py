@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -155,6 +156,9 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
     try:
         anchor = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
         path = options.paths[0].replace("{rank}", str(anchor.rank))
+        found = [identity for identity in anchor.gather(_identity(path)) if identity is not None]
+        if len(set(found)) < len(found):
+            raise ConfigurationError(f"several ranks read one file, {path}: give one PATH with {{rank}} in it")
         if any(anchor.gather(_seems_trace(path))):
             return _check_traces_across_ranks(path, anchor, options)
         with ExitStack() as stack:
@@ -178,6 +182,14 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
         return code
     finally:
         dist.destroy_process_group()
+
+
+def _identity(path: str) -> tuple[str, int, int] | None:
+    """Return what distinguishes a file from all others of all hosts; None if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        found = os.stat(path)
+        return socket.gethostname(), found.st_dev, found.st_ino
+    return None
 
 
 def _seems_trace(path: str) -> bool:

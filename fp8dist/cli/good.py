@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -29,7 +30,9 @@ def good(options: argparse.Namespace) -> int:
         reason = f"none that is good is there any more: {paths[0]}" if paths else reason
         print(f"fp8dist good: {options.path}: {reason}", file=sys.stderr)
         return DIVERGED
-    print(found)
+    sys.stdout.flush()
+    sys.stdout.buffer.write(os.fsencode(found) + b"\n")  # Its bytes, in whatever encoding the file system has them.
+    sys.stdout.buffer.flush()
     return CONSISTENT
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import logging
 import math
 import sys
@@ -75,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser(next((word for word in words if not word.startswith("-")), "")).parse_args(words)
     # Errors are printed below, on one line each, so they must not be logged as well.
     logging.getLogger("fp8dist").setLevel(logging.CRITICAL)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # Where it is not UTF-8, "?" stands for other letters.
+        sys.stdout.reconfigure(errors="replace")
     try:
         from fp8dist.cli.commands import run  # Imports torch, which takes seconds.
 

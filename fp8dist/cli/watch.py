@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import io
 import os
 import shutil
 import signal
@@ -41,8 +40,6 @@ def watch(options: argparse.Namespace) -> None:
     """
     if not 0.05 <= options.every <= 86_400:
         raise ConfigurationError(f"--every is {options.every:g}: must be from 0.05 to 86400 seconds")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # A terminal without UTF-8 shows "?" for bars.
-        sys.stdout.reconfigure(errors="replace")
     path, rich = Path(options.path), importlib.util.find_spec("rich") is not None
     try:
         with _ended_by_sigterm():

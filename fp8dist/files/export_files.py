@@ -8,6 +8,7 @@ because it opens files relative to its own folder, not by path.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -136,7 +137,8 @@ class Folder:
     def close(self) -> None:
         """Remove the partial folder of an export that did not finish."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # On a full disk, what is left in its buffer cannot be written either.
+                self._file.close()
         if self._handle is not None:
             if self._is_own():
                 shutil.rmtree(self._partial, ignore_errors=True)

@@ -189,7 +189,7 @@ class LossGuard:
                 streak = streak[0], int(streak[1])
                 if streak[0] not in get_args(AlarmKind):
                     raise ValueError(f"there is no alarm of kind {streak[0]!r}")
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"this is not the state of a LossGuard: {type(error).__name__}: {error}") from None
         if not all(map(math.isfinite, losses + spikes)):
             raise CheckpointError("this is not the state of a LossGuard: it holds a loss that is not finite")

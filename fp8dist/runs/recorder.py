@@ -247,14 +247,15 @@ class Recorder:
         self._exporters.call("event", line)
 
     def log_check(self, step: int, report: Divergence) -> None:
-        """Write what a check by ``fp8dist.check`` found after a step: an event "checked", or "diverged". Local.
+        """Write what a check by ``fp8dist.check`` found after a step: an event "checked", or "diverged", or both if it
+        repaired what differed. Local.
 
         ``fp8dist good`` and the report of a run need it. Checks by the manager are written without this call. So is, in
         a run without one, the DivergenceError that ends the ``with`` block of the recorder.
         """
-        if report.diverged:
+        if report.findings:
             self.event("diverged", step, report=report.to_json())
-        else:
+        if not report.diverged:
             self.event("checked", step, **Checked.of(step, report).fields())
 
     def close(self, error: str | None = None) -> None:

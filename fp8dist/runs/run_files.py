@@ -82,6 +82,16 @@ class RunFiles:
             ) from None
         except OSError as error:  # Some network file systems have no locks.
             logger.info("fp8dist: %s is not locked: %s", self._folder / EVENTS, error)
+        reopen = weakref.WeakMethod(self._reopen)
+        os.register_at_fork(after_in_child=lambda: (method := reopen()) and method())
+
+    def _reopen(self) -> None:
+        """Leave the lock to the process that has forked this one, such as a DataLoader's worker: as long as a process
+        has the same opening of the file, the file stays locked, also when the locking process was killed."""
+        with contextlib.suppress(OSError, KeyError):
+            own = os.open(f"/dev/fd/{self._files[EVENTS]}", os.O_RDWR | os.O_APPEND)
+            os.dup2(own, self._files[EVENTS], inheritable=False)
+            os.close(own)
 
     def _end_torn_line(self) -> None:
         file = self._files[EVENTS]

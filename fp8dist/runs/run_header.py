@@ -30,9 +30,15 @@ _PEAKS = (
     ("RTX 4090", 165.2e12, 330.3e12),  # NVIDIA Ada GPU architecture, version 2.0, appendix A.
 )
 
+_SMALLER = frozenset(("MIG", "Laptop", "D"))
+"""Words after the name of a GPU that has less than its peak, such as "NVIDIA H100 80GB HBM3 MIG 1g.10gb"."""
+
 
 def peaks_of(device: str) -> dict[str, float] | None:
-    """Return the dense FLOP/s of a GPU by its name, "high" in bfloat16 and "fp8"; None if the name is not known."""
+    """Return the dense FLOP/s of a GPU by its name, "high" in bfloat16 and "fp8"; None if the name is not known, or is
+    that of a part (MIG) or of a smaller chip."""
+    if not _SMALLER.isdisjoint(device.split()):
+        return None
     return next(({"high": high, "fp8": fp8} for name, high, fp8 in _PEAKS if name in device), None)
 
 

@@ -230,9 +230,11 @@ class Training:
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Return the mean loss over windows of the held-out text, other ones on each rank. COLLECTIVE."""
+        """Return the mean loss over windows of the held-out text, other ones on each rank, if there are enough.
+        COLLECTIVE."""
         ranks, options, text = self.ranks, self.options, self.texts[1]
-        starts = torch.arange(ranks.rank * options.context, len(text) - options.context, ranks.size * options.context)
+        windows = torch.arange(0, len(text) - options.context, options.context)
+        starts = windows[torch.arange(ranks.rank, max(len(windows), ranks.size), ranks.size) % len(windows)]
         self.model.eval()
         with self.parallel.precision():
             loss = self.model(*self.windows(text, starts[: 8 * options.batch_size]))

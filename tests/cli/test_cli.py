@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -75,6 +76,16 @@ def printed(capsys: Capture, code: int, *words: str) -> str:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")
+
+
+def test_a_terminal_without_utf8_gets_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [write({"wäight": torch.full((3,), float(n))}, tmp_path / f"{n}.safetensors") for n in range(2)]
+    for command, code in (("check", 1), ("inspect", 0)):
+        terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        monkeypatch.setattr("sys.stdout", terminal)
+        assert main([command, *paths[: 1 + code]]) == code
+        terminal.seek(0)
+        assert "w?ight" in terminal.read()
 
 
 def test_equal_checkpoints_are_consistent_in_any_format(tmp_path: Path, capsys: Capture) -> None:
@@ -316,6 +327,17 @@ def test_across_ranks_each_brings_its_own(tmp_path: Path) -> None:
     run = torchrun(3, *check, "--json")
     assert run.returncode == 0
     assert json.loads(run.stdout)["consistent"]
+
+
+def test_ranks_that_read_one_file_compare_nothing(tmp_path: Path) -> None:
+    path = write(weights(), tmp_path / "0.safetensors")
+    (tmp_path / "1.safetensors").write_bytes(Path(path).read_bytes())
+    run = forked.run(["check", path], 2, {}, main=main)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert f"several ranks read one file, {path}: give one PATH with {{rank}} in it" in run.stderr
+    run = forked.run(["check", str(tmp_path / "{rank}.safetensors")], 2, {}, main=main)
+    assert run.returncode == 0
+    assert "consistent (4 parameters" in run.stdout
 
 
 def _anonymous() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,15 @@ def test_paths_that_are_relative_or_have_moved_with_the_run(
     folder = made_run(tmp_path / "diverged", steps=400, layers=1)
     made(folder, *(f"checkpoints/step-{step:08d}" for step in (100, 200, 300)))
     assert good(folder, capsys) == (0, f"{folder / 'checkpoints/step-00000200'}\n", "")
+
+
+def test_the_path_is_printed_byte_by_byte(tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    """Names of files need not be UTF-8."""
+    name = b"\xff \xc3\xa4"
+    (path,) = made(tmp_path, os.fsdecode(name))
+    folder = run(tmp_path / "run", saved(2, path), checked(4))
+    assert main(["good", str(folder)]) == 0
+    assert capsysbinary.readouterr().out == os.fsencode(tmp_path) + b"/" + name + b"\n"
 
 
 def test_a_recorder_of_any_loop_writes_what_it_reads(tmp_path: Path, capsys: Capture) -> None:

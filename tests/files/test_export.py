@@ -416,6 +416,10 @@ def test_folders_that_are_there_stay(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(export_files, "_sync", full)
     with pytest.raises(ConfigurationError, match="model-00001 cannot be written: No space left on device"):
         fp8dist.export(manager, tmp_path / "full")
+    monkeypatch.undo()
+    monkeypatch.setattr(export_files.Folder, "_created", lambda self, name: open("/dev/full", "wb"))  # noqa: SIM115
+    with pytest.raises(ConfigurationError, match="the export cannot be written: No space left on device"):
+        fp8dist.export(manager, tmp_path / "full")  # Its files fail again when they are closed.
     assert {path.name for path in tmp_path.iterdir()} == {"a", "link", "out"}
 
 

@@ -47,6 +47,14 @@ def test_a_run_on_two_ranks_has_its_folder(runs: Runs) -> None:
     assert "final_training_loss:" in run.output
 
 
+@pytest.mark.slow
+def test_ranks_without_windows_of_their_own_share_the_held_out_text(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(read_text(None, 32).training[:400])  # 40 bytes are held out: one window.
+    run = finish(tmp_path / "run", EXAMPLE_RANKS, *SIZE, "--data", str(text), "--steps", "1", "--context", "32")
+    assert run.summary["validation_loss"] == pytest.approx(run.losses[-1], rel=0.1)
+
+
 ALIKE = (
     "",
     "--parallel fsdp2 --accumulate 2",

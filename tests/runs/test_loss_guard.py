@@ -212,7 +212,7 @@ def test_states_that_are_loaded() -> None:
     before = short.state_dict()
     assert before["losses"] == [1.5] * 10  # The newest.
     damaged: list[dict[str, Any]] = [{"losses": None}, {"losses": [NAN]}, {"spikes": ["a"]}, {"step": "a"}]
-    damaged += [{"streak": ["quiet", 1]}, {"streak": ["spike"]}]
+    damaged += [{"streak": ["quiet", 1]}, {"streak": ["spike"]}, {"step": math.inf}, {"losses": [10**400]}]
     for wrong in [{}, *({**before, **damage} for damage in damaged)]:
         with pytest.raises(CheckpointError, match="not the state of a LossGuard"):
             short.load_state_dict(wrong)

@@ -169,6 +169,8 @@ def test_numbers_of_a_due_step_are_those_of_the_state(tmp_path: Path) -> None:
     assert peaks_of("NVIDIA H100 PCIe") == {"high": 756e12, "fp8": 1513e12}
     assert peaks_of("NVIDIA GB200") == {"high": 2.5e15, "fp8": 5e15}
     assert peaks_of("NVIDIA A100-SXM4-80GB") is peaks_of("cpu") is None
+    for part in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"):
+        assert peaks_of(part) is None
 
 
 def test_events_are_the_managers_and_name_who_held_a_nan(tmp_path: Path) -> None:
@@ -343,6 +345,33 @@ def test_killed_between_two_writes_it_loses_at_most_one_line_and_the_lock(tmp_pa
     with Recorder(tmp_path, resume_after=found[-1]) as recorder:
         recorder.log(found[-1] + 1, loss=0.0)
     assert steps(tmp_path) == [*found, found[-1] + 1]
+
+
+def _log_with_a_worker(folder: str) -> None:
+    """Log, and be killed. The worker lives until there is a file ``end``."""
+    recorder = Recorder(folder)
+    reads, writes = os.pipe()
+    if os.fork():
+        os.read(reads, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    recorder.event("worker", 1)
+    os.write(writes, b"x")
+    deadline = time.monotonic() + 60
+    while not (Path(folder) / "end").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os._exit(0)
+
+
+def test_a_worker_that_outlives_the_killed_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """As those of a DataLoader, which look for their parent every five seconds."""
+    process = context().Process(target=_log_with_a_worker, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    try:
+        Recorder(tmp_path, resume_after=1).close()
+    finally:
+        (tmp_path / "end").touch()
+    assert kinds(tmp_path) == ["start", "worker", "start", "end"]
 
 
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,6 +625,24 @@ def test_checks_of_a_run_without_fp8_are_recorded(tmp_path: Path) -> None:
     assert [(line["step"], line["report"]["findings"][0]["last_good_step"]) for line in found] == [(2, 1), (3, 1)]
     (saved,) = saved_checkpoints(read_run(tmp_path))
     assert saved.state == GOOD
+
+
+@on_ranks(3)
+def test_a_check_that_repairs_is_recorded_with_what_differed(tmp_path: Path) -> None:
+    """What was saved before the repair may hold the difference."""
+    net = DistributedDataParallel(make_net())
+    with captured_log(), Recorder(tmp_path) as recorder:
+        recorder.log_check(1, fp8dist.check(net, step=1))
+        recorder.event("saved", 1, path="step-1")
+        if dist.get_rank() == 1:
+            next(net.parameters()).data.view(-1)[0] += 1
+        recorder.event("saved", 2, path="step-2")
+        recorder.log_check(3, fp8dist.check(net, step=3, policy="repair"))
+        recorder.event("saved", 3, path="step-3")
+    dist.barrier()
+    assert kinds(tmp_path) == ["start", "checked", "saved", "saved", "diverged", "checked", "saved", "end"]
+    states = [one.state for one in saved_checkpoints(read_run(tmp_path))]
+    assert states == [GOOD, "after a divergence", GOOD]
 
 
 @on_ranks(2)

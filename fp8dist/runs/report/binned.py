@@ -35,6 +35,8 @@ class SlotBins:
     ``saturated``, ``underflow``: the largest share. ``reach``: the largest amax * scale. ``jump``: the largest factor
     between two scales that follow each other.
 
+    ``newest``: the step of the last line, which is not the largest one if the job has gone back.
+
     ``held``: int64[slots, ranks], how often each rank held the maximum. ``sums``: float64[slots, 4], sums of the
     shares saturated and underflow over the observations, and how many of each there were.
     """
@@ -42,13 +44,12 @@ class SlotBins:
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
         self.start = self.width = 0
-        self.steps: tuple[int, int] | None = None
         self.observations = 0
         self.arrays: dict[str, Singles] = {name: np.empty((0, BINS), np.float32) for name in FOLDS}
         self.held: Ints = np.zeros((0, 0), np.int64)
         self.sums: Floats = np.zeros((0, 4))
         self._scale: Floats = np.empty(0)  # The newest of each slot.
-        self._newest: int | None = None
+        self.newest: int | None = None
 
     def add(self, columns: Columns) -> None:
         """Add lines, in their order."""
@@ -62,9 +63,10 @@ class SlotBins:
         with np.errstate(over="ignore", invalid="ignore"):
             reach = np.where(np.isfinite(amax), amax * scale, np.nan)
         most = {"amax": amax, "reach": reach, "jump": self._jumps(columns.slot, scale)}
-        for name, values in {**most, **{key: columns.numbers[key] for key in ("saturated", "underflow")}}.items():
-            np.fmax.at(self.arrays[name].reshape(-1), at, values.astype(np.float32))
-        self._hold(columns, at, amax.astype(np.float32))
+        with np.errstate(over="ignore"):
+            for name, values in {**most, **{key: columns.numbers[key] for key in ("saturated", "underflow")}}.items():
+                np.fmax.at(self.arrays[name].reshape(-1), at, values.astype(np.float32))
+            self._hold(columns, at, amax.astype(np.float32))
 
     def _grow(self, slots: int) -> None:
         more = slots - len(self.sums)
@@ -76,11 +78,9 @@ class SlotBins:
             self._scale = np.pad(self._scale, (0, more), constant_values=np.nan)
 
     def _count(self, columns: Columns) -> None:
-        first, last = int(columns.step.min()), int(columns.step.max())
-        self.steps = (first, last) if self.steps is None else (min(first, self.steps[0]), max(last, self.steps[1]))
-        changed = np.flatnonzero(np.diff(columns.step, prepend=np.int64(-1) if self._newest is None else self._newest))
-        self.observations += len(changed) + (self._newest is None and columns.step[0] == -1)
-        self._newest = int(columns.step[-1])
+        changed = np.flatnonzero(np.diff(columns.step, prepend=np.int64(-1) if self.newest is None else self.newest))
+        self.observations += len(changed) + (self.newest is None and columns.step[0] == -1)
+        self.newest = int(columns.step[-1])
         for place, name in enumerate(("saturated", "underflow")):
             share = columns.numbers[name]
             known = np.isfinite(share)

@@ -26,7 +26,8 @@ class SavedCheckpoint(NamedTuple):
 
 def saved_checkpoints(run: RunNumbers) -> list[SavedCheckpoint]:
     """Return the checkpoints of a run, in the order in which they were saved."""
-    suspect, found = _suspect(run), checks(run)
+    found = checks(run)
+    suspect = _suspect(run, found)
     saved = [event for event in run.events if event.kind == "saved" and not event.undone]
     return [SavedCheckpoint(e, DIVERGED if id(e) in suspect else _state(e.step, run, found)) for e in saved]
 
@@ -82,19 +83,22 @@ def _spanned(step: int, metrics: Metrics) -> int:
     return around[0] if len(around) == 2 and set(around) <= set(metrics.bad_losses) else 0
 
 
-def _suspect(run: RunNumbers) -> set[int]:
+def _suspect(run: RunNumbers, found: Sequence[Checked]) -> set[int]:
     """Return the ids of the saved events that may hold a divergence: those after its last good step, up to the repair
     or the resume that has ended it."""
     saved = [(place, event) for place, event in enumerate(run.events) if event.kind == "saved"]
-    found = set()
+    suspect = set()
     for place, event in enumerate(run.events):
         if event.kind == "diverged":
-            least, over = min(_good_steps(event)), event.undone or event.repaired
-            found |= {id(one) for at, one in saved if one.step > least and (at < place or not over)}
-    return found
+            least, over = min(_good_steps(event, found)), event.undone or event.repaired
+            suspect |= {id(one) for at, one in saved if one.step > least and (at < place or not over)}
+    return suspect
 
 
-def _good_steps(event: RunEvent) -> list[int]:
-    """Return the last good steps of a divergence; the step before it if they are not known."""
+def _good_steps(event: RunEvent, found: Sequence[Checked]) -> list[int]:
+    """Return the last good steps of a divergence. If they are not known, it may be as old as the last check before it
+    that found all parameters equal. An audit is about its own step."""
     known = [one.get("last_good_step") for one in event.findings]
-    return [step for step in known if type(step) is int] or [event.step - 1]
+    before = [one.step for one in found if one.verified and one.step < event.step]
+    unknown = event.step - 1 if event.audited else max(before, default=-1)
+    return [step for step in known if type(step) is int] or [unknown]

@@ -118,9 +118,10 @@ def _alike(block: bytes) -> Columns | None:
 def _pattern(line: bytes) -> re.Pattern[bytes] | None:
     """Return the expression of lines like this one, with a group for each field that is read; None if it is odd."""
     try:
-        keys = list(json.loads(line))
-    except (TypeError, RecursionError):
+        found = json.loads(line)
+    except RecursionError:
         return None
+    keys = list(found) if isinstance(found, dict) else []
     if not {"step", "slot"} <= set(keys) or not all(re.fullmatch(r"[a-z_]+", str(key)) for key in keys):
         return None
     number = r'(?:[-+.eE\d]+|null|"[A-Za-z-]+")'

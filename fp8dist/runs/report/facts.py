@@ -46,7 +46,7 @@ def goals(run: RunNumbers) -> dict[str, int | None]:
     """Return the newest steps that are proven, checked and done. None: there is none. A step is checked if parameters
     were compared, and are finite; of older runs what was compared is not known."""
     last = [int(run.metrics.step[-1])] if len(run.metrics.step) else []
-    last += [run.slots.steps[1]] if run.slots.steps else []
+    last += [] if run.slots.newest is None else [run.slots.newest]
     proven = run.metrics.newest("proven")
     return {
         "proven": None if proven is None else _step(proven),

@@ -269,6 +269,8 @@ class LiveRun:
         self._seen = time.monotonic() - age
         numbers = numbers_in(line, NUMBERS)
         loss = numbers.get("loss")
+        if self.step is not None and line["step"] < self.step:
+            self._go_back(line["step"] - 1)
         if line["step"] != self.step:
             self.step, self._of_step = line["step"], {}
         elif self.loss is not None and loss is not None and self.losses:
@@ -283,6 +285,13 @@ class LiveRun:
             self.losses.append(loss)
             finite = math.isfinite(loss)
             self._bad_since = None if finite else self.step if self._bad_since is None else self._bad_since
+
+    def _go_back(self, step: int) -> None:
+        """Forget what was recorded after a step, to which the job has gone back. All steps up to ``proven`` are."""
+        proven, seen = self._newest_step("proven"), self._seen
+        self._clear_steps()
+        self._newest |= {} if proven is None else {"proven": min(proven, step)}
+        self._seen = seen
 
     def _newest_step(self, field: str) -> int | None:
         number = self._newest.get(field)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fp8dist.runs.report.columns import Columns, scale_columns
+from fp8dist.runs.report.columns import Columns, Ints, scale_columns
 from fp8dist.runs.report.folder import Lines
 from fp8dist.runs.report.numbers import Metrics, RunNumbers
 from fp8dist.runs.run_format import SCALES
@@ -32,7 +32,8 @@ class Parting(NamedTuple):
     """``step``: the first observed step of both runs that differs; None: there is none. ``before``: the last equal one.
 
     ``compared``: observed steps that both have. ``slots``: how many slots differ in that step. ``first``: the first
-    of them in the order of the file. ``loss_step``, ``losses``: the first step with another loss.
+    of them in the order of the file. ``losses_compared``: steps of both runs with a loss.
+    ``loss_step``, ``losses``: the first one with another loss.
     """
 
     compared: int
@@ -51,19 +52,30 @@ class Digests:
     def __init__(self) -> None:
         self.by_step: dict[int, int] = {}
         self._words: Words = np.empty(0, np.uint64)
+        self._newest: int | None = None
+        self._of_newest: Words = np.empty(0, np.uint64)  # Of the newest step, a word for each slot; 0: not seen.
 
     def add(self, columns: Columns) -> None:
-        """Add lines."""
+        """Add lines. A job that has gone back has some steps twice: as everywhere, the newer lines count."""
         new = [_word(name) for name in columns.names[len(self._words) :]]
         self._words = np.append(self._words, np.array(new, np.uint64))
         mixed = self._words[columns.slot]
         for field in STATE:
             mixed = _mix(mixed ^ _bits(columns.numbers[field]))
-        steps, place = np.unique(columns.step, return_inverse=True)
-        sums = np.zeros(len(steps), np.uint64)
-        np.add.at(sums, place, mixed)
-        for step, number in zip(steps.tolist(), sums.tolist()):
-            self.by_step[step] = (self.by_step.get(step, 0) + number) % (1 << 64)
+        self._of_newest = np.append(self._of_newest, np.zeros(len(new), np.uint64))
+        cuts = np.flatnonzero(np.diff(columns.step)) + 1
+        for slots, words, (step, *_) in zip(*(np.split(each, cuts) for each in (columns.slot, mixed, columns.step))):
+            self._begin(int(step))
+            self._of_newest[slots] = words
+            self.by_step[int(step)] = int(self._of_newest.sum())
+
+    def _begin(self, step: int) -> None:
+        if step == self._newest:
+            return
+        if self._newest is not None and step < self._newest:
+            self.by_step = {one: number for one, number in self.by_step.items() if one < step}
+        self._newest = step
+        self._of_newest[:] = 0
 
 
 def _word(name: str) -> np.uint64:
@@ -84,7 +96,7 @@ def _mix(words: Words) -> Words:
 
 
 def part(runs: tuple[RunNumbers, RunNumbers], digests: tuple[Digests, Digests]) -> Parting:
-    """Return where the runs part. Reads scales.jsonl of both again, up to the step in which they do."""
+    """Return where the runs part. If they do, reads scales.jsonl of both again."""
     first, second = (each.by_step for each in digests)
     common = sorted(first.keys() & second.keys())
     step = next((one for one in common if first[one] != second[one]), None)
@@ -119,19 +131,22 @@ def _observation(path: Path, step: int) -> dict[str, tuple[float, ...]]:
     """Return the numbers of each slot in a step."""
     found: dict[str, tuple[float, ...]] = {}
     for columns in scale_columns(Lines(path), {}):
-        rows = np.flatnonzero(columns.step == step)
-        for row in rows.tolist():
+        for row in np.flatnonzero(columns.step == step).tolist():
             found[columns.names[columns.slot[row]]] = tuple(float(columns.numbers[field][row]) for field in STATE)
-        if found and not len(rows):
-            break
     return found
 
 
 def _losses(first: Metrics, second: Metrics) -> tuple[int, int | None, tuple[float, float] | None]:
-    common, ours, theirs = np.intersect1d(first.step, second.step, assume_unique=True, return_indices=True)
+    common = np.intersect1d(_with_loss(first), _with_loss(second), assume_unique=True)
+    ours, theirs = (np.searchsorted(each.step, common) for each in (first, second))
     pair = (first.columns["loss"][ours], second.columns["loss"][theirs])
     differs = np.flatnonzero(_bits(pair[0]) != _bits(pair[1]))
     if not len(differs):
         return len(common), None, None
     at = differs[0]
     return len(common), int(common[at]), (float(pair[0][at]), float(pair[1][at]))
+
+
+def _with_loss(metrics: Metrics) -> Ints:
+    """Return the steps that have a loss, also one that is not finite."""
+    return metrics.step[~np.isnan(metrics.columns["loss"]) | np.isin(metrics.step, metrics.bad_losses)]

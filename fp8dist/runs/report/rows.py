@@ -83,8 +83,9 @@ def rows_of(run: RunNumbers) -> Rows | None:
         arrays, width = paired(arrays), 2 * width
         used = _used(arrays)
     largest = np.array([every[place].largest for place in order])[:, None]
-    headroom = np.log2(largest / np.where(arrays["reach"] > 0, arrays["reach"], np.nan)).astype(np.float32)
-    arrays["headroom"] = headroom
+    reach = np.where(arrays["reach"] > 0, arrays["reach"], np.nan)
+    with np.errstate(divide="ignore"):  # If it is infinite, -inf.
+        arrays["headroom"] = np.log2(largest / reach).astype(np.float32)
     arrays = {name: np.ascontiguousarray(values[:, used]) for name, values in arrays.items()}
     rows = tuple(every[place] for place in order)
     return Rows(rows, arrays, start + used.start * width, width, len(every) - len(rows))

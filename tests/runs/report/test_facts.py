@@ -44,6 +44,13 @@ def _diverged(step: int, consistent: bool = False) -> dict[str, Any]:
     return {"step": step, "kind": "diverged", "report": report}
 
 
+def _unknown(step: int) -> dict[str, Any]:
+    """Return the event of a repaired divergence whose last good step is not known."""
+    event = _diverged(step, True)
+    event["report"]["findings"][0]["last_good_step"] = None
+    return event
+
+
 def _checked(step: int, compared: Any = None, **fields: Any) -> dict[str, Any]:
     of = {"parameter": 6, "slot": 9} if compared is None else compared
     return {"step": step, "kind": "checked", "compared": of, "compared_bytes": {"parameter": 1_200_000}, **fields}
@@ -63,6 +70,14 @@ DIVERGED = "in step 6 scale a:input differs on rank 1 (host node7), against rank
 AGAIN = (
     "proven to step 8, checked to step 9 (6 parameters of 1.2 MB, 9 slots), ranks differed in step 6, and are equal aga"
 )
+
+
+def test_steps_that_were_undone_are_not_unproven(tmp_path: Path) -> None:
+    steps = (10, 20, 30, 40, 20, 30)
+    lines(tmp_path / "scales.jsonl", [{"step": step, "slot": "a:input", "amax": 1.0} for step in steps])
+    found = _run(tmp_path, [{"step": step, "proven": step} for step in steps])
+    assert facts.goals(found) == {"proven": 30, "checked": None, "last": 30}
+    assert "for the FP8 state, no step up to 30 is unproven" in facts.verdict(found).text
 
 
 @pytest.mark.parametrize(
@@ -218,6 +233,27 @@ def test_runs_part_at_a_slot_that_one_lacks_and_by_their_losses(tmp_path: Path) 
     assert found.first.slot == "a:input"
 
 
+def test_steps_that_are_there_twice_count_once(tmp_path: Path) -> None:
+    """A job that loads a checkpoint while it runs takes some steps again."""
+    for name, steps in (("one", (10, 20, 30)), ("two", (10, 20, 10, 20, 30)), ("three", (10, 20, 30, 20, 30))):
+        run = _run(tmp_path / name, [{"step": step} for step in steps])
+        slots = [{"step": step, "slot": slot, "amax": step, "scale": 1.0} for step in steps for slot in ("b", "a")]
+        if name == "two":
+            slots[1]["amax"] = 7.0  # In a step that was undone.
+        lines(run.folder.path / "scales.jsonl", slots)
+    for other in ("two", "three"):
+        found = _parting(tmp_path / "one", tmp_path / other)
+        assert (found.compared, found.step, found.before) == (3, None, 30)
+
+
+def test_a_step_counts_as_compared_if_both_runs_have_its_loss(tmp_path: Path) -> None:
+    for name, losses in (("one", (1.0, None, "NaN", 2.0)), ("two", (1.0, 3.0, "NaN", None)), ("none", (None,) * 4)):
+        _run(tmp_path / name, [{"step": step, "loss": loss} for step, loss in enumerate(losses)])
+    for other, compared in (("two", 2), ("none", 0)):
+        found = _parting(tmp_path / "one", tmp_path / other)
+        assert (found.losses_compared, found.loss_step) == (compared, None)
+
+
 def test_the_odd_rank_and_the_straggler(tmp_path: Path) -> None:
     run = read_run(made_run(tmp_path / "run"))
     held = facts.odd_rank(run)
@@ -268,6 +304,10 @@ DIFFERS = "after a divergence"
         ([], [_diverged(8), {**_back(6), "step": 5}, _checked(9)], ["good", DIFFERS], "step 3"),
         ([], [_diverged(8), _back(3), SAVED[2], _checked(9)], ["good"] * 2, "step 8"),
         ([], [_diverged(8, True), {**SAVED[2], "step": 9}, _checked(9)], ["good", *[DIFFERS] * 2, "good"], "step 9"),
+        # When it began is not known: after the last check that found all parameters equal.
+        ([], [_unknown(8), _checked(9)], [DIFFERS] * 3, "No checkpoint"),
+        ([], [_shards(5), _unknown(8), _checked(9)], [DIFFERS] * 3, "No checkpoint"),
+        ([], [_checked(3), _unknown(8), _checked(9)], ["good", *[DIFFERS] * 2], "step 3"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_is_good_only_if_parameters_were_compared_and_are_equal_and_finite(

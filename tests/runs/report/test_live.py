@@ -189,6 +189,13 @@ def test_files_that_are_replaced_start_anew(tmp_path: Path) -> None:
     assert run.title[-1] == "4 ranks"
 
 
+def test_a_job_that_goes_back_is_sound_to_no_later_step(tmp_path: Path) -> None:
+    ahead = {"step": 50, "loss": "NaN", "validation_loss": 2.0, "proven": 50, "checked": 50}
+    run = _run(tmp_path, ahead, {"step": 21}, ranks=1)
+    assert run.sound == (True, "proven to step 20")
+    assert (run.step, run.validation) == (21, None)
+
+
 @pytest.mark.parametrize(
     ("count", "longest", "expected"),
     [

@@ -19,6 +19,7 @@ from fp8dist.runs.report.experts import MixtureTokens, idle_experts, relative_lo
 from fp8dist.runs.report.folder import Lines
 from fp8dist.runs.report.live import LiveRun
 from fp8dist.runs.report.numbers import RunNumbers, read_run
+from fp8dist.runs.report.rows import rows_of
 from tests.support.runs import lines, load, made_run
 
 
@@ -65,7 +66,7 @@ def test_bins_hold_what_plain_python_finds(
     monkeypatch.setattr(binned, "BINS", bins)
     monkeypatch.setattr("fp8dist.runs.report.folder.BLOCK", block)
     slots = read_run(folder).slots
-    assert (slots.observations, slots.steps) == (40, (10, 400))
+    assert (slots.observations, slots.newest) == (40, 400)
     found = _read(folder / "scales.jsonl")
     for slot, row in slots.names.items():
         mine = [line for line in found if line["slot"] == slot]
@@ -134,6 +135,24 @@ def test_both_ways_of_reading_agree(folder: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(columns, "SMALL", 1 << 30)
     monkeypatch.setattr(columns, "_alike", lambda block: None)
     assert read(mixed) == fast
+
+
+def test_a_file_that_begins_with_another_kind_of_line_is_read(tmp_path: Path) -> None:
+    line = json.dumps({"step": 1, "slot": "a:input", "amax": 1.0})
+    (tmp_path / "scales.jsonl").write_text(f'[["x"], {{}}]\n{line}\n')
+    source = Lines(tmp_path / "scales.jsonl")
+    (found,) = scale_columns(source, {})
+    assert (found.step.tolist(), source.left_out) == ([1], 1)
+
+
+def test_values_beyond_float32_leave_no_headroom(tmp_path: Path) -> None:
+    """Without a warning of numpy."""
+    (tmp_path / "run.json").write_text(
+        json.dumps({"format": "fp8dist run", "version": 1, "slots": [{"slot": "a:input", "format": "e4m3"}]})
+    )
+    found = rows_of(_with(tmp_path, scales=[{"step": 1, "slot": "a:input", "amax": 3e38, "scale": 64.0}]))
+    assert found is not None
+    assert found.arrays["headroom"].tolist() == [[-math.inf]]
 
 
 def test_slots_beyond_the_bound_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
