@@ -174,7 +174,7 @@ class Arena:
                 )
             return
         if device != self.device:
-            kept = {name: getattr(self, name) for name in (*self._STATE, "tripped")}
+            kept = {name: getattr(self, name) for name in self._STATE}
             self._allocate(device)
             self.put_back(kept)
         self.placed = True

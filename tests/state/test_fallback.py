@@ -126,14 +126,6 @@ def test_a_saturated_share_beyond_the_limit(update: Any) -> None:
     assert text.startswith("fp8dist: step 4: 1 module(s) go to high precision for 3 steps, 'branch' first (branch:")
 
 
-def test_a_fallback_that_is_due_survives_the_move_to_a_device() -> None:
-    """A state is loaded before ``attach`` puts it on the GPU."""
-    arena = fp8dist.prepare(make_net(), fallback=Fallback(steps=2))._syncs[0].arena
-    arena.tripped[1] = True
-    arena.place(torch.device("cpu", 0))
-    assert arena.tripped.nonzero().tolist() == [[1]]
-
-
 def test_a_resume_in_the_middle_of_a_fallback_is_bitwise() -> None:
     """Under next_step a fallback follows one step after its cause; a save in between keeps it."""
     recipe = DelayedScaling(history_len=4, update="next_step")
