@@ -230,7 +230,7 @@ def torch_can_group(
     return (
         capability == _HOPPER
         and dtypes == (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16)
-        and not scaling.in_blocks
+        and scaling in (Scaling.TENSORWISE, Scaling.ROWWISE)
         and not biased
         and 0 < groups <= _MOST_GROUPS
         and all(size > 0 and size % ALIGNMENT == 0 for size in (n, k))

@@ -289,6 +289,46 @@ def update(compiler: Compiler) -> None:
         compiler.launch(case, triton_update.commit, arrays, rule, arrays.send, held)
 
 
+# Sizes of 1 ----------------------------------------------------------------------------------------------
+
+
+def ones(compiler: Compiler) -> None:
+    """Everything with as many sizes of 1 as it may have. Triton compiles an argument of 1 as a constant."""
+    x, places = empty(1, 1), (torch.zeros(()), torch.zeros(()))
+    for outgrown, one_launch in ((None, True), (1.25, False)):
+        _cast(compiler, "cast", x, E4M3, just_in_time=True, sums=True, one_launch=one_launch, outgrown=outgrown)
+    compiler.launch("transposed", transpose, x.to(E4M3))
+    compiler.launch("amax", observe, x, places[0])
+    compiler.launch("row-wise", quantize_rowwise, x, E4M3, power_of_two=False, **BOTH)
+    for block in ((1, 128), (128, 128)):
+        compiler.launch("blocks", quantize_blocks, x, E4M3, block=block, power_of_two=False, **BOTH)
+        compiler.launch("shares", measure, x, torch.empty(1, 1), E4M3, *places, block=block)
+    compiler.launch("mx", quantize_mx, x, E4M3, round_up=False, **BOTH)
+    message = compiler.launch("message", encode, x.view(1), 1, 128)
+    compiler.launch("message", decode, message.unsqueeze(0), 128, x.view(1))
+    arrays = StateArrays.allocate([448.0], [464.0], RingShape(1), torch.device("cpu")).with_shards([0], [[0]])
+    compiler.launch("state", triton_update.launch, arrays, torch.zeros(1), drop_nonfinite=True)
+    rule = UpdateRule(1, 0, False, True, "max")
+    compiler.launch("state", triton_update.commit, arrays, rule, arrays.send, torch.zeros(1))
+    compiler.launch("leaves", many_leaves, [x], torch.empty(2, BLOCK_WORDS, dtype=torch.int64))
+    offsets, slots = torch.zeros(1, dtype=torch.int32), (torch.ones(1), torch.ones(1, dtype=torch.bool), torch.zeros(1))
+    for given, ends in ((x, offsets), (x[None], None)):
+        compiler.launch(
+            "experts", quantize_grouped, given, ends, *slots, E4M3, record=True, just_in_time=True, margin=0,
+            power_of_two=False, outgrown=1.25, **BOTH,
+        )  # fmt: skip
+    for in_blocks in (False, True):
+        options = {"in_blocks": in_blocks, "power_of_two": False, **BOTH}
+        compiler.launch("experts", quantize_grouped_lines, x, offsets, E4M3, **options)
+    compiler.launch("tail", clear_tail, x, offsets)
+    tile, a, b = Tile(64, 64, 128, 4, 4, 8), empty(1, 256, dtype=E4M3), empty(16, 256, dtype=E4M3)
+    for of_a, of_b in (((), ()), ((1, 1), (16, 1)), ((1, 2), (1, 2)), ((1, 2), (16, 2))):
+        compiler.launch("product", matmul_with, tile, a, b, torch.empty(of_a), torch.empty(of_b), BF16, False)
+    one = torch.ones(1)
+    compiler.launch("experts", matmul_grouped, a, b[None], one, one, offsets, BF16, False, tile=tile)
+    compiler.launch("experts", matmul_grouped_columns, b, b, one, one, offsets, BF16, False, tile=tile)
+
+
 # Products ------------------------------------------------------------------------------------------------
 
 

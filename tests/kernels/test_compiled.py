@@ -147,6 +147,11 @@ def test_one_kernel_serves_all_slots() -> None:
     assert len({kernel.ptx for kernel in kernels}) == 6
 
 
+def test_sizes_of_1() -> None:
+    """The interpreter does not show what a kernel cannot do with a constant."""
+    assert len({one.kernel for one in compiled("ones")}) == 19
+
+
 @DATA_CENTRE
 def test_launch_and_commit(checked: Check, capability: int) -> None:
     """Divisions are IEEE, as on the CPU; one atomic addition per kernel."""

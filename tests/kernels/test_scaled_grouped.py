@@ -86,7 +86,7 @@ def test_when_torch_can() -> None:
     case = {"capability": HOPPER, "dtypes": (E4M3, E4M3, BF16), "scaling": Scaling.TENSORWISE, "shape": (8, 48, 80)}
     can = ({}, {"scaling": Scaling.ROWWISE}, {"shape": (1, 16, 16)}, {"shape": (1023, 14336, 4096)})
     cannot = (
-        *({"scaling": scaling} for scaling in (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D)),
+        *({"scaling": scaling} for scaling in (Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D, Scaling.MX)),
         *({"dtypes": dtypes} for dtypes in ((E5M2, E4M3, BF16), (E4M3, E5M2, BF16))),
         *({"dtypes": (E4M3, E4M3, out)} for out in (torch.float32, torch.float16)),
         *({"shape": shape} for shape in ((8, 40, 80), (8, 48, 88), (8, 0, 80), (8, 48, 0), (1024, 48, 80))),

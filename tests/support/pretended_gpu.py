@@ -4,9 +4,10 @@ torch.cuda answers as for one H200. Tensors on "cuda" say so (``device``, ``is_c
 memory, and torch's CPU kernels compute, except for scaled products (``libtorch.py``). Triton's kernels run in its
 interpreter. NCCL is gloo. PRETENDED_CAPABILITY and PRETENDED_CUDA make it another GPU, and torch another build.
 
-What real CUDA refuses is refused here, too: operations on tensors of two devices, reads by the host during a capture,
-and use of CUDA in a process that was forked after CUDA was initialised. Not pretended: asynchrony (each operation is
-done when it returns), times, memory, torch.compile, and what Triton's compiler does.
+What real CUDA refuses is refused here, too: operations on tensors of two devices, copies between host and device during
+a capture (also of pinned memory), and use of CUDA in a process that was forked after CUDA was initialised. Not
+pretended: asynchrony (each operation is done when it returns), times, memory, torch.compile, and what Triton's compiler
+does.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ def _run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if there and any(one.ndim for one in here) and name not in MIXES_DEVICES and not collective:
         raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu ({function})")
     graph = Graph.recording
-    if graph and (name in ("_local_scalar_dense", "nonzero") or (name == "copy_" and not isinstance(args[0], OnGpu))):
+    moves = name == "_to_copy" and asked and (asked[-1].type in ON_GPU) != bool(there)
+    if graph and (moves or name in ("_local_scalar_dense", "nonzero") or (name == "copy_" and there and here)):
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({function})")
     inner_args, inner_kwargs = tree_map(_inner, (tuple(args), dict(kwargs)))
     inner_kwargs.pop("pin_memory", None)
@@ -349,6 +351,8 @@ def _through_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def made(*args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Tensor:
         data = args[0]
+        if make.__name__ == "as_tensor" and isinstance(data, OnGpu) and device == GPU and not kwargs:
+            return data
         if device is None and isinstance(data, OnGpu):
             device = GPU
         tensor = make(data.cpu() if isinstance(data, OnGpu) else data, *args[1:], **kwargs)

@@ -77,7 +77,7 @@ def quantize_nvfp4(
         random = None
         if stochastic:
             step, backward, *_ = draw.unbind()
-            stream = _stream(key, draw.new_tensor(_COLUMNS if place else _ROWS), step, backward)
+            stream = _stream(key, draw.new_full((), _COLUMNS if place else _ROWS), step, backward)
             random = uniform(stream, _elements(blocks, draw, bool(place)))
         made[2 * place : 2 * place + 2] = _cast(blocks, lines.shape[0], scale, random, square, dtype)
     return made[0], made[1], made[2], made[3]
@@ -86,7 +86,7 @@ def quantize_nvfp4(
 def hadamard_signs(key: int, draw: Tensor) -> Tensor:
     """Return float32[16] of 1 and -1. ``draw``: see ``COUNTERS``; only the step counts, so both operands of a product,
     and a recomputation, get the same signs."""
-    stream = _stream(key, draw.new_tensor(_SIGNS), draw[0])
+    stream = _stream(key, draw.new_full((), _SIGNS), draw[0])
     places = torch.arange(NVFP4_BLOCK, device=draw.device)
     return 1.0 - 2.0 * ((stream >> places) & 1).float()
 

@@ -56,7 +56,7 @@ def _encode_kernel(
         tl.store(fp8 + (start + place), cast)
     else:
         tl.store(fp8 + (start + place), cast, mask=(block < blocks)[:, None])
-    tl.store(inv_scale + (start + blocks.to(tl.int64) * BLOCK) // 4 + block, inverse(scale), mask=block < blocks)
+    tl.store(inv_scale + (start + tl.cast(blocks, tl.int64) * BLOCK) // 4 + block, inverse(scale), mask=block < blocks)
 
 
 @triton.jit
@@ -74,11 +74,11 @@ def _decode_kernel(
 ):
     """See ``reference.wire.decode``. A program sums some blocks of one part."""
     block, place, first, here = _places(length, numel, BLOCKS, BLOCK)
-    size = blocks.to(tl.int64) * (BLOCK + 4)
+    size = tl.cast(blocks, tl.int64) * (BLOCK + 4)
     start = tl.program_id(1).to(tl.int64) * summands * size
     total = tl.zeros((BLOCKS, BLOCK), tl.float32)
     for i in range(0, summands):
-        scales = inv_scale + (start + blocks.to(tl.int64) * BLOCK) // 4 + block
+        scales = inv_scale + (start + tl.cast(blocks, tl.int64) * BLOCK) // 4 + block
         inverses = tl.load(scales, mask=block < blocks, other=0.0)[:, None]
         if (tl.program_id(0) + 1) * BLOCKS <= blocks:
             numbers = tl.load(fp8 + (start + place))
