@@ -169,12 +169,9 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
         for key, part in value.items():
             yield from _leaves(f"{name}.{key}" if name else str(key), part)
     elif isinstance(value, (Tensor, np.ndarray)):
-        yield (
-            name,
-            _of_tensor(
-                name, torch.from_numpy(np.asarray(value, order="C")) if isinstance(value, np.ndarray) else value
-            ),
-        )
+        # torch takes no negative strides.
+        tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value, order="C"))
+        yield name, _of_tensor(name, tensor)
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
         text = repr(value.item() if isinstance(value, np.generic) else value)
         digest = f"{text[:_LONGEST]}… ({hashlib.sha256(text.encode()).hexdigest()[:32]})"
