@@ -361,7 +361,7 @@ class Checker:
             return None
         self._unequal[place] += max(1, replays)
         # A sync compares the state before its update: that after the step before.
-        return step - 1 - self._unequal[place]
+        return max(0, step - 1 - self._unequal[place])  # A step that a loss scaler skips does not count.
 
     def _localise(
         self, sync: ArenaSync, evidence: Evidence, differs: tuple[str, ...], good: int | None

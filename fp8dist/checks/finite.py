@@ -20,7 +20,8 @@ def not_finite(tensors: Iterable[tuple[str, Tensor, bool]]) -> tuple[str, ...]:
     # By device and dtype, for one copy to the host each: (name, infinities count, (minimum, maximum)).
     found: dict[tuple[torch.device, torch.dtype], list[tuple[str, bool, tuple[Tensor, Tensor]]]] = {}
     for name, tensor, infinities in tensors:
-        tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        if tensor.is_complex() and tensor.layout is torch.strided:
+            tensor = torch.view_as_real(tensor.resolve_conj())
         # torch finds no minimum of FP8 and sparse tensors. A NaN in them comes from a tensor that is read here.
         readable = tensor.is_floating_point() and tensor.dtype.itemsize > 1 and tensor.layout is torch.strided
         if readable and tensor.numel() and not tensor.is_meta:

@@ -158,7 +158,7 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
         path = options.paths[0].replace("{rank}", str(anchor.rank))
         found = [identity for identity in anchor.gather(_identity(path)) if identity is not None]
         if len(set(found)) < len(found):
-            raise ConfigurationError(f"several ranks read one file, {path}: give one PATH with {{rank}} in it")
+            raise ConfigurationError("several ranks read the same file or folder: PATH must give each rank its own")
         if any(anchor.gather(_seems_trace(path))):
             return _check_traces_across_ranks(path, anchor, options)
         with ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from pathlib import Path
@@ -30,9 +31,12 @@ def good(options: argparse.Namespace) -> int:
         reason = f"none that is good is there any more: {paths[0]}" if paths else reason
         print(f"fp8dist good: {options.path}: {reason}", file=sys.stderr)
         return DIVERGED
-    sys.stdout.flush()
-    sys.stdout.buffer.write(os.fsencode(found) + b"\n")  # Its bytes, in whatever encoding the file system has them.
-    sys.stdout.buffer.flush()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # Its bytes, in whatever encoding the file system has them.
+        sys.stdout.flush()
+        sys.stdout.buffer.write(os.fsencode(found) + b"\n")
+        sys.stdout.buffer.flush()
+    else:
+        print(found)
     return CONSISTENT
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 
 import torch
@@ -67,17 +66,17 @@ class WeightCache:
             return None
         return self._job.generation, weight.data_ptr(), parameter._version
 
-    def find(self, owner: Tensor, key: Key, record: bool, copies: tuple[bool, bool] = (False, False)) -> Cast | None:
+    def find(self, owner: Tensor, key: Key, record: bool, copies: tuple[bool, bool] | None = None) -> Cast | None:
         """Return the kept cast if it is that of the weight as it is now; else None.
 
         Args:
             owner: the tensor that stores the weight. Compared as an object: another tensor may have the same address,
                 such as a temporary of functional_call or of a parametrization.
             record: True if the caller must record the amax: then only a cast that recorded it will do.
-            copies: True for each copy, (rows, columns), that the caller needs. A repeated forward makes those of its
-                first run, in which other GEMMs may have been in high precision.
+            copies: True for each copy, (rows, columns), that the cast must have, and no other: a repeated forward must
+                save the tensors of its first run, in which other GEMMs may have been in high precision. None: any.
         """
-        if self._kept is None or any(map(operator.gt, copies, self._copies)):
+        if self._kept is None or copies not in (None, self._copies):
             return None
         cast, kept_owner, kept_key, recorded = self._kept
         return cast if kept_owner() is owner and kept_key == key and (recorded or not record) else None

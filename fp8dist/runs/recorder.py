@@ -126,6 +126,7 @@ class Recorder:
         self._skipped_at = -1  # That at which the loss scaler skipped a step last.
         self._synced = 0, 0.0  # Step and fp8/sync_wait_ms of the last due line.
         self._warned_ahead = self._warned_back = False
+        self._noted: Any = None  # The report of the manager's newest event that has one.
         if manager is not None and self.writes:
             manager.on_event(self._on_event)
             inside = Internals(manager)
@@ -253,7 +254,7 @@ class Recorder:
         ``fp8dist good`` and the report of a run need it. Checks by the manager are written without this call. So is, in
         a run without one, the DivergenceError that ends the ``with`` block of the recorder.
         """
-        if report.findings:
+        if report.findings and report is not self._noted:
             self.event("diverged", step, report=report.to_json())
         if not report.diverged:
             self.event("checked", step, **Checked.of(step, report).fields())
@@ -303,6 +304,7 @@ class Recorder:
         step, slots = self._manager.run_step, [str(slot) for slot in event.slots]
         fields: dict[str, Any] = {"slots": slots} if slots else {}
         if event.report is not None:
+            self._noted = event.report
             fields["report"] = event.report.to_json()
             step += any(finding.kind == "audit" for finding in event.report.findings)
         if event.cause is not None:

@@ -451,6 +451,7 @@ class ArenaSync:
         self.arena.pending.fill_(DID_NOT_RUN)
         self.arena.shares.fill_(DID_NOT_RUN)
         self.arena.tripped.zero_()
+        self.arena.unpolled.zero_()  # What replays have proven, and no poll has read.
         self._merged = self._hold = self.verdict = None
         if self._polled is not None:  # A load or a reset has written the counters.
             self._polled = self.arena.counters.clone()

@@ -180,7 +180,7 @@ class Precision:
                 unseen = {Role(role) for role in described["unseen"]}
                 if (passing is not None) != bool(ends) or any(end <= self._clock for _, end in ends.values()):
                     raise ValueError
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, OverflowError):
                 raise CheckpointError(f"FP8 state has a malformed precision of {self.slots[Role.INPUT].fqn}") from None
         self._lasting, self._ends, self._unseen = lasting, ends, unseen
         self._steady = False

@@ -200,11 +200,13 @@ def test_one_value_is_found(dtype: torch.dtype, value: float, as_parameter: bool
         assert "ones" not in not_finite(named)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_what_is_finite_or_cannot_be_otherwise_is_left_out() -> None:
     others = (torch.ones(0), torch.ones(3, device="meta"), torch.ones(3, dtype=torch.int8), torch.ones(3).to_sparse())
     floats = (torch.full((3,), math.nan).to(torch.float8_e4m3fn), torch.ones(3, dtype=torch.complex64))
+    sparse = torch.ones(2, 3, dtype=torch.complex64).to_sparse_csr()
     large = torch.tensor([1e300, -1e300], dtype=torch.float64)
-    assert not_finite([(str(i), one, True) for i, one in enumerate((*others, *floats, large))]) == ()
+    assert not_finite([(str(i), one, True) for i, one in enumerate((*others, *floats, sparse, large))]) == ()
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])

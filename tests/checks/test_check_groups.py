@@ -465,6 +465,27 @@ def test_no_last_good_step_is_one_that_a_load_has_undone() -> None:
     assert [(f.step, f.last_good_step) for report in reports for f in report.findings] == [(1, None)] * 2
 
 
+@on_ranks(2)
+def test_the_last_good_step_is_none_before_the_first_if_a_scaler_skips_steps() -> None:
+    """A skipped step leaves the counter as it is."""
+    net, found = make_net(), list[tuple[int, int | None]]()
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=4), group=dist.group.WORLD, check_policy="warn")
+    called, scaler = DistributedDataParallel(net), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    manager.attach(called, optimizer=optimizer, scaler=scaler)
+    manager.on_event(lambda e: e.report and found.extend((f.step, f.last_good_step) for f in e.report.findings))
+    with captured_log():
+        for step in range(3):
+            loss = called(batch(dist.get_rank(), step)[0]).square().mean()
+            scaler.scale(loss * torch.inf).backward()
+            if step == 1 and dist.get_rank() == 1:
+                manager.slot("first", "weight").scale.mul_(2)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert found == [(0, 0)]
+
+
 @on_ranks(2, timeout=60)
 def test_a_check_inside_join_is_refused_and_check_every_waits() -> None:
     job = SmallJob(HISTORY, check_every=1)

@@ -355,6 +355,22 @@ def test_slots_are_named_after_the_counters_were_written(how: str) -> None:
     assert [(kind, named) for kind, _, named in events] == [("nonfinite", True)] * 2
 
 
+def test_a_replay_that_a_load_has_undone_counts_for_nothing() -> None:
+    job = _Job()
+    events = _events(job)
+    _eager(job, WARM_UP)
+    saved, graph = job.manager.state_dict(), _captured(job)
+    before = [t.detach().clone() for t in job.net.parameters()]
+    job.x[0, 0] = torch.inf
+    graph.replay()
+    with torch.no_grad():
+        for tensor, old in zip(job.net.parameters(), before):
+            tensor.copy_(old)
+    job.manager.load_state_dict(saved)
+    job.manager.poll()
+    assert (events, job.manager.run_step) == ([], job.manager.steps)
+
+
 REPLAYED = [("same_step", False, 2), ("next_step", False, 1), ("next_step", True, 1)]
 
 

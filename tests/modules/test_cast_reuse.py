@@ -299,9 +299,10 @@ def test_tied_weights_are_cast_anew_after_a_step() -> None:
         assert bits(model(x)) == after
 
 
+@pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_forward_is_repeated_after_its_precision_has_changed(reentrant: bool) -> None:
-    """The repetition casts the weight for fewer GEMMs than later microbatches of the step need."""
+def test_a_forward_is_repeated_after_its_precision_has_changed(reentrant: bool, between: bool) -> None:
+    """The repetition casts the weight for fewer GEMMs than other microbatches of the step need, before and after."""
 
     def gradients(reuse: bool) -> Any:
         job = Job(reuse)
@@ -310,8 +311,9 @@ def test_a_forward_is_repeated_after_its_precision_has_changed(reentrant: bool) 
         job.manager.set_precision("*", "high", gemms=("dgrad",))
         output = checkpoint(job.net, x, use_reentrant=reentrant)
         job.manager.set_precision("*", "fp8")
+        other = job.net(x) if between else None
         output.sum().backward()
-        job.net(x).sum().backward()
+        (job.net(x) if other is None else other).sum().backward()
         return gradient_bits(job.net)
 
     assert gradients(True) == gradients(False)

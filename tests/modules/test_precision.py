@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -235,6 +236,7 @@ def test_a_damaged_precision_is_refused() -> None:
         {"lasting": [], "passing": None, "left": 3, "unseen": []},
         {"lasting": [], "passing": ["fprop"], "left": {"fprop": 3, "dgrad": 0}, "unseen": []},
         {"lasting": [], "passing": ["fprop"], "left": {"forward": 3}, "unseen": []},
+        {"lasting": [], "passing": ["fprop"], "left": math.inf, "unseen": []},
         {"lasting": [], "passing": None, "left": 0, "unseen": ["output"]},
         {"lasting": []},
         "high",

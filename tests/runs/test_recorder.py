@@ -627,11 +627,14 @@ def test_checks_of_a_run_without_fp8_are_recorded(tmp_path: Path) -> None:
     assert saved.state == GOOD
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @on_ranks(3)
-def test_a_check_that_repairs_is_recorded_with_what_differed(tmp_path: Path) -> None:
-    """What was saved before the repair may hold the difference."""
-    net = DistributedDataParallel(make_net())
-    with captured_log(), Recorder(tmp_path) as recorder:
+def test_a_check_that_repairs_is_recorded_with_what_differed(fp8: bool, tmp_path: Path) -> None:
+    """What was saved before the repair may hold the difference. It is written once, also if the manager tells of it."""
+    plain = make_net()
+    manager = fp8dist.prepare(plain, group=dist.group.WORLD) if fp8 else None
+    net = DistributedDataParallel(plain)
+    with captured_log(), Recorder(tmp_path, manager) as recorder:
         recorder.log_check(1, fp8dist.check(net, step=1))
         recorder.event("saved", 1, path="step-1")
         if dist.get_rank() == 1:

@@ -106,6 +106,18 @@ def not_swapped_back(case: Case) -> None:
     case.train(2)
 
 
+@scenario("weights that swapped_weights() gets back but for rounding", RIGHT)
+def merged_for_a_while(case: Case) -> None:
+    """As a LoRA that is merged, and taken out again."""
+    parameters = list(case.attached().train(2).called.parameters())
+    with case.manager.swapped_weights(), torch.no_grad():
+        for p in parameters:
+            p.add_(0.3)
+        for p in parameters:
+            p.sub_(0.3)
+    case.train().judge(STEPS)
+
+
 @scenario("a check after steps that enlarge a weight from zero, gather", WARNED, "optimizer step has enlarged", ranks=2)
 def checked_from_zero(case: Case) -> None:
     """No other code writes to it."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8dist.checks.checked import Checked
 from fp8dist.common.text import shortened
-from fp8dist.runs.report.events import RunEvent
+from fp8dist.runs.report.events import RunEvent, checks_in
 from fp8dist.runs.report.facts import checks
 from fp8dist.runs.report.numbers import Metrics, RunNumbers
 
@@ -27,7 +27,7 @@ class SavedCheckpoint(NamedTuple):
 def saved_checkpoints(run: RunNumbers) -> list[SavedCheckpoint]:
     """Return the checkpoints of a run, in the order in which they were saved."""
     found = checks(run)
-    suspect = _suspect(run, found)
+    suspect = _suspect(run)
     saved = [event for event in run.events if event.kind == "saved" and not event.undone]
     return [SavedCheckpoint(e, DIVERGED if id(e) in suspect else _state(e.step, run, found)) for e in saved]
 
@@ -83,22 +83,23 @@ def _spanned(step: int, metrics: Metrics) -> int:
     return around[0] if len(around) == 2 and set(around) <= set(metrics.bad_losses) else 0
 
 
-def _suspect(run: RunNumbers, found: Sequence[Checked]) -> set[int]:
+def _suspect(run: RunNumbers) -> set[int]:
     """Return the ids of the saved events that may hold a divergence: those after its last good step, up to the repair
     or the resume that has ended it."""
     saved = [(place, event) for place, event in enumerate(run.events) if event.kind == "saved"]
-    suspect = set()
+    suspect, equal = set(), list[int]()  # Steps of the checks so far that found all parameters equal.
     for place, event in enumerate(run.events):
+        if event.kind == "checked" and not event.undone:
+            equal += [one.step for one in checks_in([event], None) if one.verified]
         if event.kind == "diverged":
-            least, over = min(_good_steps(event, found)), event.undone or event.repaired
+            least, over = min(_good_steps(event, equal)), event.undone or event.repaired
             suspect |= {id(one) for at, one in saved if one.step > least and (at < place or not over)}
     return suspect
 
 
-def _good_steps(event: RunEvent, found: Sequence[Checked]) -> list[int]:
+def _good_steps(event: RunEvent, equal: Sequence[int]) -> list[int]:
     """Return the last good steps of a divergence. If they are not known, it may be as old as the last check before it
-    that found all parameters equal. An audit is about its own step."""
+    that found all parameters equal. An audit is about its own step. ``equal``: the steps of the checks before it."""
     known = [one.get("last_good_step") for one in event.findings]
-    before = [one.step for one in found if one.verified and one.step < event.step]
-    unknown = event.step - 1 if event.audited else max(before, default=-1)
+    unknown = event.step - 1 if event.audited else max((step for step in equal if step <= event.step), default=-1)
     return [step for step in known if type(step) is int] or [unknown]

@@ -152,6 +152,7 @@ class Events:
         self._most = most
         self._kinds: dict[str, list[tuple[int, RunEvent]]] = {}
         self._count = 0
+        self._start: tuple[int, Any] = -1, None  # The newest start: its number, and the step that it resumed after.
 
     def add(self, line: Mapping[str, Any]) -> bool:
         """Add a line with an integer ``step``. False: it is left out, because it is no event."""
@@ -162,7 +163,9 @@ class Events:
             self._kinds.clear()
         elif kind == "start" and isinstance(after, int):
             for events in self._kinds.values():
-                events[:] = [(i, e._replace(undone=e.undone or e.step > after)) for i, e in events]
+                events[:] = [(i, e._replace(undone=e.undone or self._undone(i, e, after))) for i, e in events]
+        if kind == "start":
+            self._start = self._count, after
         kept = self._kinds.setdefault(kind, [])
         data = {**_cut(line), "slots_count": len(_listed(slots))}
         kept.append((self._count, RunEvent(line["step"], kind, data)))
@@ -170,6 +173,11 @@ class Events:
         if len(kept) > self._most:
             del kept[self._most // 2]
         return True
+
+    def _undone(self, number: int, event: RunEvent, after: int) -> bool:
+        """True if a resume after a step undoes an event: a later one, or what ``attach`` found in the same load."""
+        at_load = event.kind == "diverged" and number > self._start[0] and event.step == after == self._start[1]
+        return event.step > after or at_load
 
     def kept(self) -> tuple[RunEvent, ...]:
         """Return the events in the order of the file."""

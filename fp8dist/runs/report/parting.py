@@ -57,6 +57,8 @@ class Digests:
 
     def add(self, columns: Columns) -> None:
         """Add lines. A job that has gone back has some steps twice: as everywhere, the newer lines count."""
+        if not len(columns.step):
+            return
         new = [_word(name) for name in columns.names[len(self._words) :]]
         self._words = np.append(self._words, np.array(new, np.uint64))
         mixed = self._words[columns.slot]

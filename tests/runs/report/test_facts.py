@@ -44,9 +44,9 @@ def _diverged(step: int, consistent: bool = False) -> dict[str, Any]:
     return {"step": step, "kind": "diverged", "report": report}
 
 
-def _unknown(step: int) -> dict[str, Any]:
-    """Return the event of a repaired divergence whose last good step is not known."""
-    event = _diverged(step, True)
+def _unknown(step: int, repaired: bool = True) -> dict[str, Any]:
+    """Return the event of a divergence whose last good step is not known."""
+    event = _diverged(step, repaired)
     event["report"]["findings"][0]["last_good_step"] = None
     return event
 
@@ -222,6 +222,12 @@ def test_runs_part_at_one_ulp_of_one_scale(tmp_path: Path) -> None:
     assert _parting(first, first).step is None
 
 
+def test_runs_without_lines_of_slots_do_not_part(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        lines(_run(tmp_path / name, [{"step": 1, "loss": 1.0}]).folder.path / "scales.jsonl", [{"step": 1}])
+    assert _parting(tmp_path / "one", tmp_path / "two").step is None
+
+
 def test_runs_part_at_a_slot_that_one_lacks_and_by_their_losses(tmp_path: Path) -> None:
     line = {"step": 1, "slot": "a:input", "amax": "NaN", "scale": None}
     for name, slots, loss in (("one", ("a:input", "b:input"), 1.5), ("two", ("b:input",), 1.25)):
@@ -308,6 +314,9 @@ DIFFERS = "after a divergence"
         ([], [_unknown(8), _checked(9)], [DIFFERS] * 3, "No checkpoint"),
         ([], [_shards(5), _unknown(8), _checked(9)], [DIFFERS] * 3, "No checkpoint"),
         ([], [_checked(3), _unknown(8), _checked(9)], ["good", *[DIFFERS] * 2], "step 3"),
+        ([], [_checked(6), _unknown(6), _checked(9)], ["good", "good", DIFFERS], "step 6"),
+        # It was in what a resume had loaded, and the next resume loaded anew.
+        ([], [_checked(6), _back(6), _unknown(6, False), _back(6), SAVED[2], _checked(9)], ["good"] * 3, "step 8"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_is_good_only_if_parameters_were_compared_and_are_equal_and_finite(
