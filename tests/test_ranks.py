@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import threading
 from multiprocessing.connection import wait
@@ -63,7 +64,17 @@ def _ends_early(left: Path, rank: int, *rest: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 3])
-def test_processes_that_end_before_they_are_connected_start_again(times: int, tmp_path: Path) -> None:
+def test_processes_that_end_before_they_are_connected_start_again(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill = os.kill
+
+    def too_late(pid: int, number: int) -> None:
+        if number == signal.SIGUSR1:  # The process has ended since it was asked.
+            raise ProcessLookupError
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", too_late)
     left = tmp_path / "left"
     left.write_bytes(bytes(times))
     pool = RankPool(2, functools.partial(_ends_early, left))

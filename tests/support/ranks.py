@@ -144,7 +144,8 @@ class RankPool:
         assert self._folder is not None
         for process in self._processes:
             if process.is_alive():
-                os.kill(process.pid, signal.SIGUSR1)
+                with contextlib.suppress(ProcessLookupError):  # It may end in between: it is the fork server's child.
+                    os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.3)
         for rank, process in enumerate(self._processes):
             if rank in results:
