@@ -8,7 +8,7 @@ its set comes first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -556,9 +556,10 @@ def _numbers_of(module: nn.Module, scope: Scope) -> Iterator[tuple[str, Tensor, 
 
 def values_in(state: Any, within: str = "") -> Iterator[tuple[str, Any, Store]]:
     """Yield (key, value, store) of what an optimizer holds for a parameter, also in lists and mappings: "Q.0"."""
-    items = (
-        state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, (list, tuple)) else ()
-    )
+    if isinstance(state, (list, tuple)):
+        items: Iterable[tuple[Any, Any]] = enumerate(state)
+    else:
+        items = state.items() if isinstance(state, Mapping) else ()
     for key, value in sorted(items, key=lambda item: str(item[0])):
         if isinstance(value, (list, tuple, Mapping)):
             yield from values_in(value, f"{within}{key}.")
