@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -76,9 +77,10 @@ def test_casts(checked: Check, capability: int) -> None:
         if any(name in kernel.case for name in ("odd", "one for all", "every second", "very far")):
             continue
         # With sums, ptxas takes 79 for Blackwell, which leaves three tiles at a time. With a limit of 64 it spills. It
-        # takes 78 for Hopper if the tensor is float32 and its slot may be cold.
-        more = capability != 90 or (jointly and kernel.case.startswith("fp32"))
-        limit = 80 if "sums" in kernel.case and more else REGISTERS
+        # takes 78 for Hopper if the tensor is float32 and its slot may be cold; with Triton 3.6 69 without sums too.
+        cold = jointly and kernel.case.startswith("fp32")
+        more = capability != 90 or cold if "sums" in kernel.case else cold and "TRITON" in os.environ
+        limit = 80 if more else REGISTERS
         assert kernel.registers <= limit, kernel.case
         assert kernel.count(r"LDG\.E\.128") >= 4, kernel.case
         assert not kernel.count(r"LDG\.E\.(64|U16)"), kernel.case
