@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.oracle import FP8_MAX, Rules, SlotOracle, merged
 from tests.support.ranks import RankPool
+from tests.support.suite import HOURS
 from tests.support.whole_job import HEAD, RANKS, Action, Amaxes, Job, Pass, Seen, SlotName, run
 
 MODULES = ("again", "branch", "first", "frozen", "head", "second", "tied")
@@ -267,9 +268,14 @@ def test_some_whole_jobs(pool: RankPool, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-@seed(0)
-@settings(_JOBS, max_examples=150)
-@given(job=jobs)
-def test_whole_jobs(pool: RankPool, tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
-    """150 jobs with about 2,000 actions: always the same, so that a failure is that of a change."""
-    compare(pool, tmp_path_factory.mktemp("stores"), job)
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=HOURS) for part in range(1, 50))])
+def test_whole_jobs(pool: RankPool, tmp_path_factory: pytest.TempPathFactory, part: int) -> None:
+    """150 jobs with about 2,000 actions in each part: always the same, so that a failure is that of a change."""
+
+    @seed(part)
+    @settings(_JOBS, max_examples=150)
+    @given(job=jobs)
+    def run_them(job: Job) -> None:
+        compare(pool, tmp_path_factory.mktemp("stores"), job)
+
+    run_them()

@@ -17,10 +17,13 @@ from typing import Any
 
 import pytest
 
-__all__ = ["NIGHTLY", "PROPERTY", "Spent", "crossed", "few", "in_tenth", "lines"]
+__all__ = ["HOURS", "NIGHTLY", "PROPERTY", "Spent", "crossed", "few", "in_tenth", "lines"]
 
 NIGHTLY = (pytest.mark.long, pytest.mark.nightly)
 """Marks of a case that need not run for every change, because another one is of the same behaviour."""
+
+HOURS = (pytest.mark.nightly, pytest.mark.hours)
+"""Marks of a long test that would not end in time in CI's tenth either."""
 
 PROPERTY = "cpu_s"
 """Name of the user property of a report."""
