@@ -110,8 +110,9 @@ class Roll:
         self._interval = max(0.1, len(ranks) / 20_000)  # At most 20,000 queries per second.
 
     def connect(self) -> None:
-        """Use a connection of its own to the store from now on."""
-        self._store = self._store.clone()
+        """Use a connection of its own to the store from now on, if the store can make one."""
+        with contextlib.suppress(Exception):
+            self._store = self._store.clone()
 
     def call(self, grace: float) -> Attendance:
         """Report, wait for the others, and return which ranks are missing. The number of store operations does not
