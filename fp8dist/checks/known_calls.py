@@ -91,12 +91,13 @@ class CastOf(NamedTuple):
     def prepared(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
         """Make the operand on ``device``, and return a function that casts it, and can be called again. It returns the
         results by name. Casts with slots of its own, so a model's FP8 state does not change."""
-        slots = [each[self.role] for each in slot_names("known answers", max(1, self.experts))]
+        named = slot_names("known answers", max(1, self.experts))
+        slots = [each[self.role] for each in named]
         arena = Arena([SlotSpec(slot, self.recipe.format_of(self.role)) for slot in slots], self.recipe, self.backend)
         arena.place(device)
         overwrites.set_scale(arena, slice(None), _SCALE)
         arena.known_hot = True  # As in most steps of a training: the cast uses the slot's scale, not the amax of x.
-        precision = None if self.experts else Precision({self.role: slots[0]}, ())
+        precision = None if self.experts else Precision(named[0], ())
         caster = caster_for(self.recipe, JobState(True, self.backend, "fp8"), ArenaSync(arena), precision)
         state = arena.state_of_run(slots) if self.experts else arena.state_of(slots[0])
         of_weight = self.role is Role.WEIGHT
@@ -313,4 +314,6 @@ def _described(recipe: Recipe) -> str:
     else:
         extras = [" power_of_two"] if recipe.power_of_two else []
     extras += [f" margin={recipe.margin}"] if recipe.margin else []
+    of_nvfp4 = {name: getattr(recipe, name, None) for name in ("hadamard", "stochastic_rounding", "seed")}
+    extras += [f" {name}={value}" for name, value in of_nvfp4.items() if value is not None]
     return f"{type(recipe).__name__} {recipe.format}{''.join(extras)}"

@@ -51,7 +51,8 @@ def likeness(device: torch.device) -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
     settings = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
-    settings.append(f"float32 products {torch.get_float32_matmul_precision()}")
+    of: Any = torch.backends  # Not get_float32_matmul_precision(), which raises if a program has set one of these.
+    settings.append(f"float32 products {of.cuda.matmul.fp32_precision}, mkldnn {of.mkldnn.matmul.fp32_precision}")
     return "; ".join([hardware, *versions, *settings])
 
 

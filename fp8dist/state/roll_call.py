@@ -109,6 +109,11 @@ class Roll:
         self._group, self._where = f"roll/{identity}", where
         self._interval = max(0.1, len(ranks) / 20_000)  # At most 20,000 queries per second.
 
+    def connect(self) -> None:
+        """Use a connection of its own to the store from now on, if the store can make one."""
+        with contextlib.suppress(Exception):
+            self._store = self._store.clone()
+
     def call(self, grace: float) -> Attendance:
         """Report, wait for the others, and return which ranks are missing. The number of store operations does not
         depend on the number of ranks, except on the rank that searches: there it grows with the logarithm."""
@@ -265,10 +270,12 @@ def _timed_out(error: BaseException) -> bool:
 def _in_time(roll: Roll, grace: float) -> Attendance | None:
     """Return the roll call's result, or None if the store did not answer. Runs in a thread, because a call to the store
     may hang."""
-    done = threading.Event()
+    done, beside = threading.Event(), threading.current_thread() is not threading.main_thread()
 
     def call() -> None:
         with contextlib.suppress(Exception):  # Of many kinds, and all mean that the store is not there.
+            if beside:  # Of a Lookout. While the program waits in the store, its connection serves no other thread.
+                roll.connect()
             roll.call(grace)
         done.set()
         roll.reached.set()

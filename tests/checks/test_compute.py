@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fp8dist
-from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
+from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling, Recipe, RowwiseScaling
 from fp8dist.checks import computations
 from fp8dist.checks.computations import ComputedContent, casts_and_products, computations_of
 from fp8dist.checks.contents import Digester
@@ -114,7 +114,16 @@ HIGH = {
 KINDS = ("linear", "autocast", "transposed", "experts", "transposed experts")
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in (*RECIPES, *HIGH)])
+OF_LINEARS = {"nvfp4": NVFP4Scaling()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, name) for kind in KINDS for name in (*RECIPES, *HIGH)),
+        *((kind, name) for kind in KINDS[:3] for name in OF_LINEARS),
+    ],
+)
 def test_what_is_computed_is_what_a_step_computes(name: str, kind: str) -> None:
     """The same calls of the same ops, with tensors that look the same."""
     inputs = [torch.randn(TOKENS, IN, requires_grad=True)]
@@ -123,7 +132,7 @@ def test_what_is_computed_is_what_a_step_computes(name: str, kind: str) -> None:
         model = Experts(bias=True, transposed="transposed" in kind)
         inputs = [torch.randn(TOKENS // 2, IN, requires_grad=True), *routes(TOKENS // 2, 2, range(4), 0)]
     model = nn.ModuleList([model])
-    fp8dist.prepare(model, {**RECIPES, **HIGH}[name])
+    fp8dist.prepare(model, {**RECIPES, **HIGH, **OF_LINEARS}[name])
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
         with recorded_calls() as of_a_step:
             model[0](*inputs).square().sum().backward()
@@ -183,6 +192,9 @@ def test_names_tell_all_computations_apart() -> None:
         for how in ({}, {"sideways": True}, {"into": True})
         for one in casts_and_products((48, 32), recipe, dtype, torch.float32, bias, transposed, backend, **how)
     }
+    for seed, hadamard in itertools.product((0, 1), (False, True)):  # All backends compute it with one.
+        recipe = NVFP4Scaling(seed=seed, hadamard=hadamard)
+        found |= {*casts_and_products((48, 32), recipe, torch.float32, torch.float32)}
     assert len({one.name(CPU) for one in found}) == len(found)
 
 
@@ -206,6 +218,13 @@ def test_likeness_names_what_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> 
     found = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     assert likeness(torch.device("cuda", 3)).startswith("NVIDIA H200 9.0, 132 SMs; torch ")
+
+
+def test_likeness_with_tf32_set_for_one_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch recommends: ``torch.backends.cuda.matmul.fp32_precision``, and not all backends at once."""
+    before = likeness(CPU)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    assert "float32 products tf32, mkldnn none" in likeness(CPU) != before
 
 
 def _reasons(monkeypatch: pytest.MonkeyPatch, device: torch.device, model: nn.Module, **flags: Any) -> list[str]:

@@ -158,13 +158,24 @@ def test_the_job_and_the_launcher_mean_the_same_by_a_status() -> None:
     assert exits.MISTAKE == environment.MISTAKE
 
 
-@pytest.mark.parametrize(("listed", "ranks"), [("exit 9", 2), ("echo GPU 0; echo GPU 1; echo GPU 2", 3), ("", 2)])
-def test_a_node_has_a_rank_per_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, ranks: int) -> None:
+THREE = "echo GPU 0; echo '  MIG 1g.18gb'; echo GPU 1; echo GPU 2"
+
+
+@pytest.mark.parametrize(
+    ("listed", "visible", "ranks"),
+    [
+        ("exit 9", None, 2), (THREE, None, 3), ("", None, 2), ("exit 9", "0", 2),
+        (THREE, "2", 1), (THREE, "0,2", 2), (THREE, "1,-1,2", 1), (THREE, "", 2), (THREE, "0,1,2,3", 3),
+    ],
+)  # fmt: skip
+def test_a_node_has_a_rank_per_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, visible: str | None, ranks: int
+) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f'#!/bin/sh\n[ "$*" = --list-gpus ] || exit 1\n{listed}\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert Job.read({}).nproc == ranks
+    assert Job.read({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}).nproc == ranks
     assert Job.read({"NPROC": "5", "NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "a"}).ranks == 15
 
 

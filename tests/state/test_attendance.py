@@ -125,6 +125,22 @@ def test_a_store_that_is_gone_costs_no_time() -> None:
     assert time.monotonic() - start < REACH
 
 
+def test_a_lookout_calls_the_roll_while_the_program_waits_in_the_store() -> None:
+    """As in ``check()``, where a rank waits for the others before any collective."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    found: list[Attendance] = []
+
+    def look() -> None:
+        time.sleep(0.3)  # Until the program waits.
+        found.append(fp8dist.roll_call(grace=timedelta(seconds=0.2)))
+        store.clone().set("called", "")
+
+    with world(0, 3, dist.PrefixStore("job", store)):
+        threading.Thread(target=look, daemon=True).start()
+        store.wait(["called"], timedelta(seconds=60))
+    assert (found[0].unreachable, found[0].missing) == (None, (1, 2))
+
+
 ABSENTEES = {"a host": list(range(8_184, 8_192)), "all but one": list(range(1, 16_384))}
 
 

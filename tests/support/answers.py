@@ -70,7 +70,7 @@ def known_values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> npt.N
 
 
 CALLS = ("quantize", "quantize_rowwise", "quantize_blocks", "quantize_grouped", "quantize_grouped_lines")
-CALLS += ("matmul", "matmul_into", "matmul_grouped", "matmul_grouped_columns")
+CALLS += ("quantize_mx", "quantize_nvfp4", "matmul", "matmul_into", "matmul_grouped", "matmul_grouped_columns")
 OPTIONS = ("rows", "columns", "power_of_two", "block", "in_blocks", "fast_accumulation", "backend", "bias")
 
 

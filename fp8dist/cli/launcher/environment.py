@@ -6,6 +6,7 @@ launch/torchrun.sh uses it to check the example job's flags before torch is impo
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -64,7 +65,7 @@ class Job:
         node_rank = _number(environment, "NODE_RANK", 0, least=0)
         if nnodes > 1 and node_rank >= nnodes:
             raise BadVariable(f"NODE_RANK must be below NNODES, which is {nnodes}, got {node_rank}")
-        nproc = _number(environment, "NPROC", 0, least=1) or _gpus() or 2
+        nproc = _number(environment, "NPROC", 0, least=1) or _gpus(environment) or 2
         return cls(
             nproc=nproc,
             nnodes=nnodes,
@@ -88,13 +89,17 @@ def _number(environment: Mapping[str, str], name: str, default: int, least: int)
     return int(text)
 
 
-def _gpus() -> int:
-    """Return the number of GPUs of this node, without importing torch."""
+def _gpus(environment: Mapping[str, str]) -> int:
+    """Return how many of this node's GPUs a program sees, without importing torch."""
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return 0
-    return len(listed.stdout.splitlines())
+    found = sum(line.startswith("GPU") for line in listed.stdout.splitlines())  # Lines of MIG instances are indented.
+    visible = environment.get("CUDA_VISIBLE_DEVICES")  # nvidia-smi lists all. CUDA ends at the first that is none.
+    if visible is None:
+        return found
+    return min(found, len([*itertools.takewhile(lambda one: one.strip() not in ("", "-1"), visible.split(","))]))
 
 
 if __name__ == "__main__":
