@@ -16,7 +16,7 @@ from its own checkpoint.
     MAX_RESTARTS=3 fp8dist launch train.py
 
 Environment (an empty variable counts as unset):
-    NPROC         ranks on this node     default: number of its GPUs; 2 without a GPU
+    NPROC         ranks on this node     default: GPUs that a program sees here; 2 without a GPU
     NNODES        nodes of the job       default: 1
     NODE_RANK     number of this node,   required if NNODES > 1
                   from 0
