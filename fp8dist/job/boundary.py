@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -72,9 +73,10 @@ class BoundaryHooks:
         self._restore_scaler = self._watch(scaler) if scaler is not None else None
         self._looked = scaler is not None
         self._stepped = False
-        # An optimizer other than the last has stepped since the last boundary. Then the last one's step is a boundary
-        # even if the scaler skips it.
+        # Another optimizer than the last has stepped since the last boundary. Then the last one's step is a boundary
+        # even if the scaler skips it, unless ``_others_skipped`` is non-zero: the scaler skipped all of these steps.
         self._others_stepped = False
+        self._others_skipped: Tensor | None = None
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -98,8 +100,7 @@ class BoundaryHooks:
                     f"{type(optimizer).__name__} steps inside backward(), where gradients of other layers are still to "
                     'come: use attach(…, boundary="manual") and call manager.step() after each backward'
                 )
-            self._others_stepped = False
-            self._owner.boundary(found_inf(optimizer))
+            self._owner.boundary(self._take_hold(found_inf(optimizer)))
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _inside_own_step(optimizer):
@@ -110,7 +111,10 @@ class BoundaryHooks:
                 self._others_stepped = False
                 self._owner.boundary()
         if is_real_step(optimizer):
-            self._others_stepped |= optimizer is not self._last()
+            if optimizer is not self._last():
+                skipped = found_inf(optimizer)
+                self._others_skipped = _both(skipped, self._others_skipped) if self._others_stepped else skipped
+                self._others_stepped = True
             self._owner.weights_changed()
 
     def _loaded(self, optimizer: Optimizer) -> None:
@@ -120,6 +124,14 @@ class BoundaryHooks:
         """True if this step is the boundary: the last optimizer's, if it or another one may change parameters."""
         is_last = optimizer is self._last() and self._is_boundary
         return is_last and (self._others_stepped or is_real_step(optimizer))
+
+    def _take_hold(self, skipped: Tensor | None) -> Tensor | None:
+        """Return a flag that is non-zero if the scaler skips the steps of all optimizers; None if it skips none. Forget
+        the other optimizers' steps. ``skipped``: the flag of the last one's step."""
+        if self._others_stepped:
+            skipped = _both(skipped, self._others_skipped)
+        self._others_stepped = False
+        return skipped
 
     def _look_for_scaler(self) -> None:
         """Find, in the first step, a GradScaler that ``attach`` was not given.
@@ -163,8 +175,7 @@ class BoundaryHooks:
         if not self._stepped and unwrap_optimizers(optimizer)[0] is self._last():
             self._owner.step_skipped()
             if self._is_boundary and self._others_stepped:
-                self._others_stepped = False
-                self._owner.boundary()
+                self._owner.boundary(self._take_hold(self._others_skipped))
         return result
 
 
@@ -187,6 +198,11 @@ class _WatchedStep:
 
     def __reduce__(self) -> Any:
         return getattr, (self._scaler(), "step")
+
+
+def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return a flag that is non-zero if both flags are; None, a step that no scaler skips, counts as 0."""
+    return None if one is None or other is None else torch.minimum(one, other.to(one.device))
 
 
 def _inside_own_step(optimizer: Optimizer) -> bool:

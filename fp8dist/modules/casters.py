@@ -455,14 +455,16 @@ class NVFP4Caster(TensorCaster):
         return number
 
     def _measured(self, x: Tensor, request: Request, cast: Cast) -> Cast:
-        """See ``Caster``. 7 is half a step above 6, the largest element."""
+        """See ``Caster``. 7 is half a step above 6, the largest element. A block whose scale is 0 is flushed."""
+        if x.numel() == 0:
+            return cast
         rows = (cast.rows, cast.rows_inv_scale) if request.rows else (cast.columns, cast.columns_inv_scale)
         inv_scale = rows[1].repeat_interleave(NVFP4_BLOCK, 1)
         if request.rows or not (self.nvfp4.hadamard and request.role is not Role.WEIGHT):
             lines = (x if request.rows else x.t()).float().abs()
             inv_scale, elements = inv_scale[:, : lines.shape[1]], rows[0][:, : lines.shape[1]].float()
             for share, hit in (
-                (request.state.saturated, lines > 7 * inv_scale),
+                (request.state.saturated, (lines > 7 * inv_scale) & (inv_scale > 0)),
                 (request.state.underflow, (lines > 0) & (elements == 0)),
             ):
                 share.copy_(torch.maximum(share, hit.float().mean()))

@@ -197,6 +197,28 @@ def test_a_scaler_that_attach_was_not_given_is_found(two_ranks: RankPool, optimi
         assert outcome.nonfinite == [0.0] * 5
 
 
+@pytest.mark.parametrize("fused", [(False, True), (True, False), (True, True)])
+def test_a_step_counts_if_the_scaler_skips_one_of_two_optimizers_but_not_both(fused: tuple[bool, bool]) -> None:
+    net, scaler = make_net(), torch.amp.GradScaler("cpu", init_scale=256.0)
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=HISTORY))
+    halves = list(net.branch.parameters()), [*net.first.parameters(), *net.last.parameters()]
+    optimizers = [SGD(half, lr=0.01, fused=each) for half, each in zip(halves, fused)]
+    manager.attach(optimizer=optimizers, scaler=scaler)
+    steps, amaxes = [], []
+    for bad in ((), (0,), (1,), (0, 1)):
+        x, y = batch(0, 0)
+        scaler.scale(nn.functional.mse_loss(net(x), y)).backward()
+        for index in bad:
+            halves[index][0].grad.fill_(torch.inf)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        steps.append(manager.steps)
+        amaxes.append(manager.slot("first", "input").amax_history.count_nonzero().item())
+    assert steps == amaxes == [1, 2, 3, 3]
+
+
 def test_a_watched_scaler_pickles_copies_and_keeps_nothing() -> None:
     net = make_net()
     manager = fp8dist.prepare(net)

@@ -127,6 +127,22 @@ def test_scales_are_those_that_the_step_used_and_shares_those_of_its_casts() -> 
     assert slot.saturated
 
 
+def test_shares_of_nvfp4() -> None:
+    """Rows too small for a block's scale are flushed, and do not saturate. A microbatch without tokens has no share."""
+    seen: list[Any] = []
+    linear = nn.Linear(64, 64)
+    manager = fp8dist.prepare(linear, fp8dist.NVFP4Scaling())
+    fp8dist.watch(manager, every=1, observer=seen.append)
+    manager.attach()
+    x = torch.ones(32, 64)
+    x[1:] = 1e-7
+    for tokens in (x, x[:0]):
+        linear(tokens).sum().backward()
+    manager.step()
+    slot = slot_of(seen[0], ":input")
+    assert (slot.saturated, slot.underflow) == (0, 31 / 32)
+
+
 @pytest.mark.parametrize("update", ["same_step", "next_step"])
 def test_watching_changes_no_number_and_steps_between_measure_nothing(update: Any) -> None:
     recipe = DelayedScaling(history_len=8, update=update)
