@@ -399,8 +399,8 @@ def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) 
         homes.update({id(one.sharded_param): FSDPHome(group, one) for group in groups for one in group.fsdp_params})
         if any(not hasattr(group.mesh_info, "shard_process_group") for group in groups):
             raise ConfigurationError(
-                "fp8_all_gather=True: replicate() leaves each rank its whole weights, so that nothing is gathered: "
-                "leave fp8_all_gather out"
+                "fp8_all_gather=True has nothing to gather under replicate(), which leaves each rank its whole "
+                "weights: leave it out"
             )
         if any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in groups):
             raise ConfigurationError(
