@@ -15,7 +15,6 @@ from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from fp8dist.modules.grouped_slots import GroupedSlots
 from fp8dist.parallel.sharded_weight import ShardedWeight
-from fp8dist.parallel.wrappers import fsdp2_axes
 from fp8dist.state.groups import is_dtensor, local_part
 from fp8dist_kernels import BLOCK, MX_BLOCK
 from fp8dist_kernels.formats import Role
@@ -36,7 +35,7 @@ class Stored(NamedTuple):
         device: the device on which forwards compute with it.
         computed_in: the dtype in which FSDP2 gathers it; without FSDP2 its own. A weight that is gathered in FP8 is
             cast from its own dtype, and dequantised to this one.
-        fsdp: True if FSDP2 shards it.
+        fsdp_axes: how many of the first axes of its mesh are FSDP2's; 0: it is not under FSDP2.
         sharded: its ``ShardedWeight``, if FSDP2 gathers it in FP8.
         gathered: True if it comes from a checkpoint of a job in which FSDP2 gathered it in FP8.
     """
@@ -46,7 +45,7 @@ class Stored(NamedTuple):
     load: Callable[[], Tensor]
     device: torch.device
     computed_in: torch.dtype
-    fsdp: bool = False
+    fsdp_axes: int = 0
     sharded: ShardedWeight | None = None
     gathered: bool = False
 
@@ -157,9 +156,8 @@ def _cuts(stored: Stored) -> list[tuple[int, int]]:
     value: Any = stored.value
     if not is_dtensor(value):
         return []
-    begin = fsdp2_axes(value) if stored.fsdp else 0
     cuts = []
-    for axis in range(begin, len(value.placements)):
+    for axis in range(stored.fsdp_axes, len(value.placements)):
         placement = value.placements[axis]
         cuts += [(dim, value.device_mesh.size(axis)) for dim in range(2) if placement.is_shard(dim)]
     return [(dim, ranks) for dim, ranks in cuts if ranks > 1]
@@ -172,9 +170,9 @@ def _multiplied(tensor: Any, stored: Stored) -> tuple[Tensor, list[Any]]:
 
     local = local_part(tensor).detach().to(stored.device, stored.computed_in)
     placements = _placements(tensor)
-    if not stored.fsdp:
+    axes = stored.fsdp_axes
+    if not axes:
         return local, placements
-    axes = fsdp2_axes(tensor)
     after = [Replicate()] * axes + placements[axes:]
     if axes == len(placements):
         return _joined(local, tensor, placements, tensor.shape), after
@@ -220,8 +218,7 @@ def _joined_scales(
     if linear.fp8_slots.recipe.by != "tensor":
         shape = tuple(blocks_along(size, part) for size, part in zip(like.shape, grid))
         return _joined(inv_scale.contiguous(), like, placements, shape)
-    axes = fsdp2_axes(like) if stored.fsdp else 0
-    cut = [Replicate()] * axes + placements[axes:]
+    cut = [Replicate()] * stored.fsdp_axes + placements[stored.fsdp_axes :]
     shape = (1, 1)
     for dim, ranks in _cuts(stored):
         shape = (ranks, 1) if dim == 0 else (1, ranks)

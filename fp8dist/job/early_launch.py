@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from torch.autograd import Variable
+
+from fp8dist.checks.replication import ddp_parameters
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.joining import launch_from_hook
 from fp8dist.job.manager import Internals, StateManager
+from fp8dist.modules.job_state import JobState
 from fp8dist.modules.parts import fp8_parts
 from fp8dist_kernels.formats import Role
 
@@ -32,4 +36,29 @@ def early_launcher(manager: StateManager, frozen_weights: bool = False) -> Calla
                 "last bucket. Leave fp8dist.ddp.comm_hook out; the sync then runs at the optimizer's step"
             )
     inside.cycle.job.launches_early = True
-    return functools.partial(launch_from_hook, inside.cycle)
+    launch = functools.partial(launch_from_hook, inside.cycle)
+    return launch if frozen_weights else _after_last_bucket(inside.cycle.job, launch)
+
+
+def _after_last_bucket(job: JobState, launch: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that launches from DDP's last bucket; at the end of the backward, if DDP ignores a converted
+    weight, whose gradient amax may come later."""
+    called, ignores = None, False
+
+    def launch_in_time() -> None:
+        nonlocal called, ignores
+        if called is not job.called:
+            called, ignores = job.called, _ignores_some(job)
+        if ignores:
+            Variable._execution_engine.queue_callback(launch)
+        else:
+            launch()
+
+    return launch_in_time
+
+
+def _ignores_some(job: JobState) -> bool:
+    """True if the model is in DDP, which ignores a converted weight."""
+    if (whole := job.whole) is None or not (known := ddp_parameters(whole)):
+        return False
+    return any(id(weight) not in known for part in fp8_parts(whole) if part.slots.job is job for weight in part.stored)

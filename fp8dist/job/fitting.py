@@ -160,7 +160,7 @@ def warn_of_padding(model: nn.Module, cycle: StepCycle) -> None:
     for module in fp8_experts(model):
         for name, slots in module.fp8_products.items():
             weight: Any = module._parameters[name]
-            dim, ranks = fsdp2_cut(weight) if is_dtensor(weight) else (0, 1)
+            dim, ranks = fsdp2_cut(weight, module) if is_dtensor(weight) else (0, 1)
             if dim == 0 and ranks > len(weight):
                 logger.warning(
                     "fp8dist: %s: FSDP2 shards %d experts along dim 0 over %d ranks, and gathers %d of them with "

@@ -353,7 +353,7 @@ def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
         block = BLOCK if part.slots.recipe.by == "block" else MX_BLOCK
         linear = part.module if isinstance(part.module, FP8Linear) else None
         shape = tuple(part.weight.shape) if linear is None else multiplied_shape(linear, True)
-        dim, ranks = fsdp2_cut(part.weight)
+        dim, ranks = fsdp2_cut(part.weight, part.module)
         fqn = part.slots.slots[Role.WEIGHT].fqn
         where = f"{fqn}: its weight {shape} is sharded along dim {dim} over {ranks} ranks"
         instead = "give it another recipe (overrides), or leave fp8_all_gather out"
@@ -397,6 +397,11 @@ def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) 
     for module in fsdp_modules:
         groups = fsdp2_groups(module, "fp8_all_gather=True", "leave fp8_all_gather out")
         homes.update({id(one.sharded_param): FSDPHome(group, one) for group in groups for one in group.fsdp_params})
+        if any(not hasattr(group.mesh_info, "shard_process_group") for group in groups):
+            raise ConfigurationError(
+                "fp8_all_gather=True has nothing to gather under replicate(), which leaves each rank its whole "
+                "weights: leave it out"
+            )
         if any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in groups):
             raise ConfigurationError(
                 "reshard_after_forward=<number> does not go with fp8_all_gather=True (FSDP2 has no all-gather "

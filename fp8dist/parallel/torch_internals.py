@@ -272,6 +272,16 @@ def has_fsdp2_hook(module: nn.Module) -> bool:
     return any("FSDPParam" in getattr(hook, "__qualname__", "") for hook in module._load_state_dict_post_hooks.values())
 
 
+def is_only_replicated(module: nn.Module) -> bool:
+    """True if FSDP2 manages parameters of the module itself, and has not cut them: torch's ``replicate``."""
+    hooks = [
+        hook for hook in module._load_state_dict_post_hooks.values() if "FSDPParam" in getattr(hook, "__qualname__", "")
+    ]
+    owners = [cell.cell_contents for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]
+    meshes = [owner.mesh_info for owner in owners if hasattr(owner, "mesh_info")]
+    return any(not hasattr(mesh, "shard_process_group") for mesh in meshes)
+
+
 def missing_fsdp2_hook(whole: nn.Module | None = None) -> str | None:
     """Return the name of FSDP2's hook, if this torch may not register it, so that ``has_fsdp2_hook`` does not answer.
     None if it does, and while FSDP is not imported.

@@ -24,6 +24,7 @@ from fp8dist.parallel.torch_internals import (
     fsdp2_modules,
     has_fsdp1_mark,
     has_fsdp2_hook,
+    is_only_replicated,
     missing_fsdp1_mark,
     missing_fsdp2_hook,
     refusal,
@@ -101,7 +102,7 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
         return (linear.out_features, linear.in_features)
     shape = list(weight.shape)
     placements = weight.placements
-    own = fsdp2_axes(weight) if resharded else 0
+    own = fsdp2_axes(weight, linear) if resharded else 0
     for axis in range(own, len(placements)):
         for dim in range(len(shape)):
             if placements[axis].is_shard(dim):
@@ -109,19 +110,22 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
     return tuple(reversed(shape) if linear.transposed else shape)
 
 
-def fsdp2_cut(weight: Any) -> tuple[int, int]:
-    """Return (dim along which FSDP2 shards a DTensor weight, number of shards)."""
-    axis = fsdp2_axes(weight) - 1
-    return weight.placements[axis].dim, weight.device_mesh.size(axis)
+def fsdp2_cut(weight: Any, module: nn.Module) -> tuple[int, int]:
+    """Return (dim along which FSDP2 shards a DTensor weight of ``module``, number of shards)."""
+    axis = fsdp2_axes(weight, module) - 1
+    placement = weight.placements[axis]
+    return (placement.dim, weight.device_mesh.size(axis)) if placement.is_shard() else (0, 1)
 
 
 def is_tensor_parallel(whole: nn.Module) -> bool:
     """True if some parameter is sharded by more than FSDP2: its ranks compute with different parts of it."""
     # FSDP2 marks the modules whose parameters it shards; if several share a parameter, only one of them.
-    marked = {id(p) for module in whole.modules() if has_fsdp2_hook(module) for p in module._parameters.values()}
+    marked = {
+        id(p): module for module in whole.modules() if has_fsdp2_hook(module) for p in module._parameters.values()
+    }
     for parameter in whole.parameters():
         if is_dtensor(parameter):
-            own = fsdp2_axes(parameter) if id(parameter) in marked else 0
+            own = fsdp2_axes(parameter, marked[id(parameter)]) if id(parameter) in marked else 0
             if any(placement.is_shard() for placement in parameter.placements[own:]):
                 return True
     return False
@@ -143,10 +147,10 @@ def require_replicas(whole: nn.Module, what: str) -> None:
         )
 
 
-def fsdp2_axes(weight: Any) -> int:
-    """Return how many of the first mesh axes of a DTensor that FSDP2 shards are FSDP2's own: 1 (Shard), or with HSDP 2
-    (Replicate, Shard)."""
-    return 2 if weight.placements[0].is_replicate() else 1
+def fsdp2_axes(weight: Any, module: nn.Module) -> int:
+    """Return how many of the first mesh axes of a DTensor that FSDP2 manages are FSDP2's own: 1 (Shard; of torch's
+    ``replicate``, Replicate), or with HSDP 2 (Replicate, Shard). ``module``: the one that FSDP2 manages it of."""
+    return 2 if weight.placements[0].is_replicate() and not is_only_replicated(module) else 1
 
 
 def managed_from_outside(model: nn.Module, resharded: set[nn.Module], whole: nn.Module) -> Iterator[FP8Linear]:

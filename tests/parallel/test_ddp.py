@@ -136,6 +136,23 @@ def test_comm_hook_launches_in_backward_after_the_last_of_several_buckets() -> N
     fp8dist.restore(job.called)
 
 
+@on_ranks(2)
+def test_a_hook_waits_for_weights_that_ddp_ignores() -> None:
+    """Their gradient amaxes may come after DDP's last bucket."""
+    windows = []
+    for hook in (False, True):
+        net = make_net()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["first.weight", "first.bias"])
+        job = SmallJob(net=net)
+        if hook:
+            job.called.register_comm_hook(None, fp8dist.ddp.comm_hook(job.manager))
+        for index in range(3):
+            job.step(index)
+        windows.append(histories(job.manager))
+    assert windows[0] == windows[1]
+    assert windows[0]["first", "grad_output"][-3] > 0
+
+
 def test_comm_hook_is_refused_with_a_frozen_converted_weight() -> None:
     net = make_net()
     manager = fp8dist.prepare(net, skip=("last",))

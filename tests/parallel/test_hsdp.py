@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8dist.errors import ConfigurationError, DivergenceError
+from fp8dist.parallel.wrappers import multiplied_shape
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.meshes import (
@@ -44,6 +45,7 @@ from tests.support.parallel import (
     whole,
 )
 from tests.support.ranks import RankPool, on_ranks
+from tests.support.sharded_experts import Routed
 from tests.support.states import state_of, without
 from tests.support.suite import NIGHTLY, few
 from tests.support.training import histories, state_bits
@@ -249,6 +251,34 @@ JOBS = {
     "HSDP": Job("hsdp"),
     "TP": Job("tp", optimizer="sgd"),
 }
+
+
+@pytest.mark.parametrize("fp8_all_gather", [False, True])
+@on_ranks(4)
+def test_what_torchs_replicate_holds_is_cut_by_tensor_parallelism_only(fp8_all_gather: bool) -> None:
+    """Its axis is FSDP2's only one: there is no shard after it, as with HSDP."""
+    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    model = nn.ModuleList([net := make_blocks(), Routed()])
+    manager = fp8dist.prepare(model, group=mesh, fp8_all_gather=fp8_all_gather)
+    parallelize_module(net, mesh["tp"], {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
+    for part in model:
+        replicate(part, mesh=mesh["dp"])
+    if fp8_all_gather:
+        with pytest.raises(ConfigurationError, match="replicate"):
+            manager.attach(model)
+        return
+    manager.attach(model)  # And does not take the experts for shards.
+    up = net.get_submodule("blocks.0.up")
+    assert multiplied_shape(up, True) == (32, 32)  # type: ignore[arg-type]
+    x, _ = tokens(dist.get_rank() // 2, 0)
+
+    def step(batch: Tensor) -> None:
+        net(batch).square().mean().backward()
+
+    with pytest.raises(ConfigurationError, match=r"tensor parallel: pass group="):
+        fp8dist.replay(net, step, x)
+    assert not fp8dist.replay(net, step, x, group=mesh["dp"]).findings
 
 
 def _fail(*args: Any) -> None:
