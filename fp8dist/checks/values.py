@@ -14,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fp8dist.checks.contents import Digester, NamedTensor, TensorContent
 from fp8dist.checks.findings import findings_of_values, from_senders
+from fp8dist.checks.random_state import RandomState
 from fp8dist.checks.report import (
     DivergenceReport,
     Sender,
@@ -155,18 +156,11 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
     Raises:
         ConfigurationError: a part has another type, or no values.
     """
-    if isinstance(value, DistributedSampler):
-        value = {"epoch": value.epoch, "seed": value.seed}
-    elif isinstance(value, torch.Generator):
-        value = {"seed": value.initial_seed(), "state": value.get_state()}
-    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
-        value = value._asdict()
-    elif isinstance(value, (list, tuple)):
-        value = dict(enumerate(value))
-    if isinstance(value, Mapping):
-        if name and not value:
+    parts = _parts_of(value)
+    if parts is not None:
+        if name and not parts:
             yield name, "empty"
-        for key, part in value.items():
+        for key, part in parts:
             yield from _leaves(f"{name}.{key}" if name else str(key), part)
     elif isinstance(value, (Tensor, np.ndarray)):
         # torch takes no negative strides.
@@ -181,6 +175,21 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
             f"{name}: cannot compare {type(value).__name__}: pass numbers, strings, bytes, tensors, or "
             "mappings and lists of these"
         )
+
+
+def _parts_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return (name, part) of all parts of a value; None if it has none. Parts of one name count as one."""
+    if isinstance(value, DistributedSampler):
+        value = {"epoch": value.epoch, "seed": value.seed}
+    elif isinstance(value, torch.Generator):
+        value = {"seed": value.initial_seed(), "state": value.get_state()}
+    elif isinstance(value, RandomState):  # Most generators have stored no normal number, whatever their seeds.
+        return [(key.removesuffix("_gauss"), part) for key, part in value._asdict().items() if part.numel()]
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    elif isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    return list(value.items()) if isinstance(value, Mapping) else None
 
 
 def _of_tensor(name: str, tensor: Tensor) -> str:

@@ -406,7 +406,7 @@ def _unfit(format: str, name: str, linear: FP8Linear, grids: Mapping[str, Known]
     fitting = [each for each in FORMATS if all(strategy_of(each, *known) for known in grids.values())]
     instead = f"formats that fit: {', '.join(fitting)}" if fitting else "no format fits"
     scales = f"{type(linear.fp8_slots.recipe).__name__} has {grid.text(shape)} of its weight {tuple(shape)}"
-    return f"{name}: {scales}, finer than format {format!r} can hold; {instead}"
+    return f"{name}: {scales}, which format {format!r} cannot hold; {instead}"
 
 
 # Folders ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from fp8dist.state import overwrites
 from fp8dist.state.arena import Arena, unchanged_on_failure
 from fp8dist.state.slots import Slot, SlotSpec, clean_fqn
 from fp8dist_kernels.arrays import TAKEN
-from fp8dist_kernels.formats import Role
+from fp8dist_kernels.formats import E4M3, E5M2, Role
 from fp8dist_kernels.scaling import amax_behind_scale
 
 Theirs = str | tuple[str, int]
@@ -225,6 +225,8 @@ def _write(arena: Arena, slots: Mapping[Slot, SavedSlot]) -> list[tuple[Slot, st
 def _reason(arena: Arena, spec: SlotSpec, found: SavedSlot) -> str | None:
     """Return the reason why the saved scale must be computed anew; None if it can be kept."""
     recipe = arena.recipe
+    if found.fp8_max is None and spec.format.max != (E5M2 if spec.slot.role == Role.GRAD_OUTPUT else E4M3).max:
+        return "its format is not known, and is not the usual one here"
     if found.fp8_max not in (None, spec.format.max):
         return f"its format goes up to {found.fp8_max:g} there and {spec.format.max:g} here"
     if found.margin not in (None, recipe.margin):

@@ -262,13 +262,13 @@ def survey_again(model: nn.Module, selection: Selection, before: Coverage, job: 
 def _found_again(of: Candidate, row: CoverageRow | None, converted: bool) -> _Found | None:
     """Return a module with matmul weights as it is now; None: it has none. ``row``: its row after ``prepare``."""
     kind = (of.module.converted_from if isinstance(of.module, FP8Module) else type(of.module)).__name__
-    parameters = of.parameters
+    parameters, tied_to = of.parameters, of.model.owner(of.module, of.fqn)
     if row is not None and (converted or not row.fp8) and _is_still(of.module, row, kind, parameters):
         left_out = None if converted else LeftOut("", row.reason)
-        return _Found(of, row.kind, row.parameters, row.tied_to, left_out)
+        hidden = of.module._parameters.get("weight") is None  # As in FSDP1's flat parameters.
+        return _Found(of, row.kind, row.parameters, row.tied_to if hidden else tied_to, left_out)
     if parameters is None:
         return None
-    tied_to = of.model.owner(of.module, of.fqn)
     left_out = None if converted else why_not(of) or LeftOut(_LATER, _LATER_REASON)
     return _Found(of, kind, parameters, tied_to, left_out)
 

@@ -161,11 +161,13 @@ class StepWatch:
         one rank warns. Local."""
         notes, boundaries = self.notes, self._state.job.boundaries
         awaited, written = [note for note in notes.notes if note.awaited], notes.find()[1]
-        before = _samples(notes)
+        gathered, on = self._scales.sharded is not None, self._state.job.enabled
+        scaled = [each.note for each in self.slots if on and (gathered or each.weight_sync.arena.recipe.delayed)]
+        before = _samples(scaled)
         try:
             yield
             if boundaries == self._state.job.boundaries and self._state.logs:
-                _warn_of_other_weights(before, _samples(notes))
+                _warn_of_other_weights(before, _samples(scaled))
         finally:
             notes.take()
             for note in awaited:
@@ -296,9 +298,9 @@ class StepWatch:
             )
 
 
-def _samples(notes: NoteList) -> list[Tensor]:
+def _samples(notes: Sequence[WeightNote]) -> list[Tensor]:
     """Return samples of the first weights."""
-    linears = ((note, note.linear) for note in notes.notes[:SAMPLED_WEIGHTS])
+    linears = ((note, note.linear) for note in notes[:SAMPLED_WEIGHTS])
     stored = (stored_parameters(linear, note.name) for note, linear in linears if linear is not None)
     return [sample_of(parameters[0]) for parameters in stored if parameters and not parameters[0].is_meta]
 

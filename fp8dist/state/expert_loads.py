@@ -83,19 +83,22 @@ class LoadCounts:
             run = sync.arena.run_of([precision.slots[Role.GRAD_OUTPUT] for precision in precisions])
             counts = tokens[run]
             if not counts.any():
+                if known is None:  # It may have run in high precision: nothing shows it.
+                    self._idle.pop(module, None)
                 continue
             turns = torch.tensor([precision.turns for precision in precisions], device="cpu")
             since = torch.zeros_like(counts) if before is None else before.since
             taken = torch.zeros_like(counts) if known is None else known.taken[run]
+            steps = 1 if before is None else step - before.step
             if known is not None:  # Each step with tokens counts in ``taken``, of experts that are recorded.
                 recorded = torch.tensor([Role.GRAD_OUTPUT in each.recorded for each in precisions], device="cpu")
+                # In other steps the mixture may have run in high precision, or with a recipe that does not count.
+                most = int((taken if before is None else taken - before.taken).max())
                 if before is None:
-                    still = recorded & (turns == 0) & (taken == 0)
-                    since = torch.where(still, int(sync.arena.step), 0)
+                    since = torch.where(recorded & (turns == 0) & (taken == 0), most, 0)
                 else:
-                    still = recorded & (turns == before.turns) & (taken == before.taken)
-                    since = torch.where(still, since, 0)
-            steps = 1 if before is None else step - before.step
+                    since = torch.where(recorded & (turns == before.turns) & (taken == before.taken), since, 0)
+                    steps = min(most, steps)
             idle = torch.where(tokens[run] > 0, 0, torch.where(since > 0, since + steps, 1))
             self._idle[module] = _Before(step, taken, idle, turns)
             age = None if known is None else known.since[run].tolist()

@@ -24,8 +24,8 @@ class SlotStatistics(NamedTuple):
     ``amax``: None if no rank recorded one. ``scale``: NaN while the slot is cold. ``saturated``, ``underflow``: the
     share, 0 to 1, of elements that the cast saturated at the largest FP8 value, or flushed to zero; None: not measured.
     ``…_rank``: the global rank that held the maximum; None: not requested. ``…_microbatch``: the first microbatch of
-    that rank with the maximum, from 0; None: not requested or not known (see docs/watching.md).
-    ``age``: steps since the scale was last renewed, at least (see docs/watching.md); None: it is made just in time.
+    that rank with the maximum, from 0; None: not requested or not known (see docs/reference/files.md).
+    ``age``: steps since the scale was last renewed, at least; None: it is made just in time.
     ``fp8_max``: the largest finite magnitude of the slot's format; None: unknown. No line has it: it never changes.
     """
 

@@ -180,6 +180,16 @@ def test_training_goes_on_with_the_same_scales(steps: int, margin: int, version:
         manager.step()
 
 
+def test_a_scale_of_an_unknown_format_is_kept_for_the_usual_format_only() -> None:
+    """Entries of TransformerEngine 0.x do not say that their gradients are in E5M2."""
+    module = trained(3)
+    manager = fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)), DelayedScaling(history_len=5, format="e4m3"))
+    report = fp8dist.load_transformer_engine(manager, {"0._extra_state": entry_of(module, "0.3")})
+    assert [slot.role for slot, _ in report.converted] == ["grad_output"]
+    assert scale(manager, "grad_output", "0") == pytest.approx(448 / max(module.of(0, "grad_output").seen))
+    assert scale(manager, "input", "0") == module.of(0, "input").scale
+
+
 def test_what_was_never_seen_stays_cold() -> None:
     """And an amax that waits here is thrown away."""
     module = Module()

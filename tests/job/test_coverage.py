@@ -201,6 +201,15 @@ def test_a_tied_head_in_fp8_says_what_it_is_tied_to() -> None:
     assert (first.flops, second.flops) == (0.5, 0.5)  # Each token uses it twice.
 
 
+def test_coverage_has_the_ties_of_the_model_as_it_is_now() -> None:
+    linears = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)])
+    linears[1].weight = linears[0].weight
+    manager = fp8dist.prepare(linears)
+    linears[1].weight = nn.Parameter(linears[0].weight.detach().clone())
+    linears[2].weight = linears[1].weight
+    assert [row.tied_to for row in manager.coverage()] == ["", "", "1"]
+
+
 def nine_in_ten(linear: Callable[[], nn.Module]) -> nn.Module:
     """9 x 2,048 in FP8, and 2,048 in ``linear``: exactly nine tenths."""
     return nn.ModuleDict({"good": nn.ModuleList(nn.Linear(32, 64) for _ in range(9)), "other": linear()})

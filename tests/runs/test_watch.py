@@ -3,6 +3,7 @@ had tokens, and scales that jump."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
@@ -572,6 +573,35 @@ def test_idle_steps_between_observations_are_a_lower_bound(options: dict[str, An
     assert [one.experts[0].idle for one in seen] == idle
     if "recipe" in options:
         assert {one.experts[0].age for one in seen} == {slot.age for one in seen for slot in one.slots} == {None}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "every", "idle"),
+    [(DELAYED, 1, 2), (DELAYED, 4, 2), (CurrentScaling(), 1, 1), (CurrentScaling(), 4, 1)],
+    ids=str,
+)
+def test_an_expert_is_not_idle_in_steps_in_high_precision(recipe: Recipe, every: int, idle: int) -> None:
+    model, manager, optimizer, seen = attached(recipe, every, Mixture(Experts()))
+    for step in range(1, 13):
+        index, weights = routes(TOKENS, 2, (0, 1, 2) if step in (4, 12) else (0, 1, 2, 3), step)
+        with manager.no_fp8() if 4 < step < 12 else contextlib.nullcontext():
+            model(rows(TOKENS, 32, step).requires_grad_(), index, weights).square().mean().backward()
+        optimizer.step()
+    assert [one.experts[0].idle[3] for one in seen if one.step in (4, 12)] == [1, idle]
+
+
+def test_an_expert_was_not_idle_before_the_state_of_another_recipe_was_loaded() -> None:
+    saved = {}
+    for recipe in (CurrentScaling(), DELAYED):
+        model, manager, optimizer, seen = attached(recipe, 1, Mixture(Experts()))
+        if saved:
+            manager.load_state_dict(saved, convert=True)
+        for step in range(3):
+            index, weights = routes(TOKENS, 2, (0, 1) if saved else (0, 1, 2, 3), step)
+            model(rows(TOKENS, 32, step).requires_grad_(), index, weights).square().mean().backward()
+            optimizer.step()
+        saved = manager.state_dict()
+    assert [(one.step, one.experts[0].idle[2:]) for one in seen] == [(4, [1, 1]), (5, [2, 2]), (6, [3, 3])]
 
 
 @pytest.mark.slow

@@ -106,6 +106,14 @@ def not_swapped_back(case: Case) -> None:
     case.train(2)
 
 
+@scenario("weights that stay after swapped_weights(), without scales that stay", RIGHT)
+def not_swapped_back_without_scales(case: Case) -> None:
+    called = case.attached(recipe=CurrentScaling()).train(2).called
+    with case.manager.swapped_weights():
+        load(called, larger())
+    case.train(2)
+
+
 @scenario("weights that swapped_weights() gets back but for rounding", RIGHT)
 def merged_for_a_while(case: Case) -> None:
     """As a LoRA that is merged, and taken out again."""
