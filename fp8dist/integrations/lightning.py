@@ -79,7 +79,8 @@ class FP8Precision(Precision):
         """Return the context of each step."""
         if self._autocast is None:
             return nullcontext()
-        return torch.autocast("cuda" if torch.cuda.is_available() else "cpu", dtype=self._autocast)
+        prepared: Any = self._prepared
+        return torch.autocast(prepared.device.type, dtype=self._autocast)
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, ...]:
         """Attach, when fitting. COLLECTIVE."""

@@ -189,6 +189,16 @@ def _validated(folder: str) -> None:
     assert same(kept_of(trainer.precision_plugin.manager, module.net), _by_hand(1))
 
 
+def test_autocast_is_that_of_the_modules_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8dist.integrations.lightning import FP8Precision
+
+    precision = FP8Precision(autocast=torch.bfloat16)
+    precision.prepare(_module())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # A trainer with accelerator="cpu" beside a GPU.
+    with precision.forward_context():
+        assert torch.is_autocast_enabled("cpu")
+
+
 @on_ranks(2)
 def test_a_second_fit_with_another_optimizer_goes_on(tmp_path: Path) -> None:
     """Each fit makes an optimizer."""
