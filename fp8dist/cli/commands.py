@@ -156,8 +156,7 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
     try:
         anchor = SyncGroup(dist.group.WORLD)  # type: ignore[arg-type]
         path = options.paths[0].replace("{rank}", str(anchor.rank))
-        found = [identity for identity in anchor.gather(_identity(path)) if identity is not None]
-        if len(set(found)) < len(found):
+        if any(itertools.starmap(_are_one, itertools.combinations(filter(None, anchor.gather(_identity(path))), 2))):
             raise ConfigurationError("several ranks read the same file or folder: PATH must give each rank its own")
         if any(anchor.gather(_seems_trace(path))):
             return _check_traces_across_ranks(path, anchor, options)
@@ -184,12 +183,18 @@ def _check_across_ranks(options: argparse.Namespace) -> int:
         dist.destroy_process_group()
 
 
-def _identity(path: str) -> tuple[str, int, int] | None:
-    """Return what distinguishes a file from all others of all hosts; None if there is none."""
+def _identity(path: str) -> tuple[int, int, str, int] | None:
+    """Return a file's inode, the time at which that changed in ns, its host and device; None if there is none."""
     with contextlib.suppress(OSError, ValueError):
         found = os.stat(path)
-        return socket.gethostname(), found.st_dev, found.st_ino
+        return found.st_ino, found.st_ctime_ns, socket.gethostname(), found.st_dev
     return None
+
+
+def _are_one(one: tuple[int, int, str, int], other: tuple[int, int, str, int]) -> bool:
+    """True if two ranks read one file. A file that hosts share has other device numbers on each. A copy has another
+    time, which no program can set."""
+    return one[:2] == other[:2] and (one[2] != other[2] or one[3] == other[3])
 
 
 def _seems_trace(path: str) -> bool:

@@ -80,12 +80,16 @@ class GradientHook:
         self._syncs, self._known, self._ended = syncs, {} if known is None else known, ended
         self._under_way: list[_Bucket] = []
         self._backwards = self._buckets = 0
+        self._task = -1  # Id of autograd's task, the backward of the newest bucket.
 
     def run(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP wants annotations as objects, or none.
         """Start to reduce a bucket. COLLECTIVE. ``state``: the process group; None: the default one. Or a DeviceMesh
         of the same ranks, with an axis of nodes and an axis of ranks of a node."""
-        if bucket.index() == 0:  # Of a backward that has failed, some may be left.
-            self._under_way.clear()
+        if bucket.index() == 0:
+            # A backward that has failed may have left some. In this one, they are those of a DDP module around this.
+            before, self._task = self._task, torch._C._current_graph_task_id()
+            if self._task == -1 or self._task != before:  # -1: of a rank without data, in Join.
+                self._under_way.clear()
             self._backwards, self._buckets = self._backwards + 1, 0
             self._prepare(state)
         assert self.group is not None

@@ -84,6 +84,7 @@ class Request:
         sums: [features], filled by the cast with the column sums of a Linear's gradient. None: do not compute them.
         tapped: False if the cast is not shown to the tap.
         step: the training step for which the cast draws random numbers, int64 0-d. None: it draws none, or step 0.
+        number: of a gradient, ``NVFP4Caster.next_backward`` of its backward.
     """
 
     state: SlotViews
@@ -97,6 +98,7 @@ class Request:
     sums: Tensor | None = None
     tapped: bool = True
     step: Tensor | None = None
+    number: int = 0
 
 
 class Caster(ABC):
@@ -420,7 +422,7 @@ class NVFP4Caster(TensorCaster):
         if request.step is not None:
             draw[0] = request.step
         if role is Role.GRAD_OUTPUT:
-            counters = (self._next_backward(request), self.job.data_rank * len(x), *self._part)
+            counters = (request.number, self.job.data_rank * len(x), *self._part)
             for place, counter in enumerate(counters, 1):  # Filled one by one: a copy would make the host wait.
                 draw[place] = counter
         copies = direct.quantize_nvfp4(
@@ -446,12 +448,12 @@ class NVFP4Caster(TensorCaster):
         unfit = self._unfit(x, request) if (limits.written if of_weight else limits.upstream is not None) else None
         return encode if unfit is None else torch.where(unfit, scale_for(amax, state, self.recipe, None), encode)
 
-    def _next_backward(self, request: Request) -> int:
-        """Return how many gradients were cast and recorded since the last boundary. A recomputation casts none, and an
-        evaluation records none."""
+    def next_backward(self, recorded: bool) -> int:
+        """Return how many gradients were cast and recorded since the last boundary, and count another one if it is
+        ``recorded``. A recomputation casts none, and an evaluation records none."""
         boundaries, number = self._backwards
         number = number if boundaries == self.job.boundaries else 0
-        self._backwards = self.job.boundaries, number + (request.record is not False)
+        self._backwards = self.job.boundaries, number + recorded
         return number
 
     def _measured(self, x: Tensor, request: Request, cast: Cast) -> Cast:

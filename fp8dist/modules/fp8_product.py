@@ -8,6 +8,7 @@ weight's gradient). "Rows" and "columns" of a cast are its row-major copy and it
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -191,7 +192,7 @@ class _FP8Product(torch.autograd.Function):
             offsets,
             step,
         )
-        ctx.slots, ctx.call, ctx.outgrown = slots, call, outgrown
+        ctx.slots, ctx.call, ctx.outgrown, ctx.numbered = slots, call, outgrown, None
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         bias = None if bias is None else bias.to(x.dtype)  # As autocast does. cuBLASLt can add a bias of this dtype.
@@ -220,6 +221,8 @@ class _FP8Product(torch.autograd.Function):
             request = Request(
                 call.states[2], Role.GRAD_OUTPUT, *copies, call.recorded[2], limits, offsets, sums=grad_bias, step=step
             )
+            if slots.caster.draws and True in copies:
+                request.number = _number_of(ctx, copies)
             cast = slots.caster.cast(grad_output, request)
         if wants_input_grad:
             of_weight = weight, weight_columns, weight_inv_scale
@@ -255,6 +258,19 @@ def _needed_gradients(ctx: Any) -> tuple[bool, bool, bool]:
                 used[place] = True
             first += 1
     return used[0], used[1], used[2]
+
+
+def _number_of(ctx: Any, copies: tuple[bool, bool]) -> int:
+    """Return the number of this backward for random numbers. The second half of a split one gets that of the first.
+
+    Args:
+        ctx: the autograd context. ``numbered``: the copies of the gradient that the last run made, and its number.
+        copies: what this run makes.
+    """
+    before, ctx.numbered = ctx.numbered, None
+    if before is None or any(map(operator.and_, copies, before[0])):
+        before = ctx.numbered = copies, ctx.slots.caster.next_backward(ctx.call.recorded[2] is not False)
+    return int(before[1])
 
 
 Factor = tuple[Tensor | None, Tensor, Tensor]

@@ -136,6 +136,10 @@ def opened_lines(path: Path, resume_after: int | None) -> int:
     """
     if resume_after is not None:
         keep_lines(path, resume_after)
+    elif path.is_file() and not path.is_symlink():  # A new file: a reader takes one that has grown again for the old.
+        new = path.with_name(path.name + ".new")
+        new.write_bytes(b"")
+        new.replace(path)
     return _opened(path, os.O_TRUNC if resume_after is None else 0)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -338,6 +339,22 @@ def test_ranks_that_read_one_file_compare_nothing(tmp_path: Path) -> None:
     run = forked.run(["check", str(tmp_path / "{rank}.safetensors")], 2, {}, main=main)
     assert run.returncode == 0
     assert "consistent (4 parameters" in run.stdout
+
+
+def _on_a_host_of_its_own(arguments: list[str]) -> int:
+    """The command on a host that shares its files with the other hosts."""
+    with mock.patch("socket.gethostname", return_value=f"host{os.environ['RANK']}"):
+        return main(arguments)
+
+
+def test_hosts_that_read_one_file_compare_nothing(tmp_path: Path) -> None:
+    path = write(weights(), tmp_path / "0.safetensors")
+    (tmp_path / "1.safetensors").write_bytes(Path(path).read_bytes())
+    run = forked.run(["check", path], 2, {}, main=_on_a_host_of_its_own)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "several ranks read the same file or folder" in run.stderr
+    run = forked.run(["check", str(tmp_path / "{rank}.safetensors")], 2, {}, main=_on_a_host_of_its_own)
+    assert run.returncode == 0
 
 
 def _anonymous() -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import fp8dist
-from fp8dist import DelayedScaling
+from fp8dist import DelayedScaling, NVFP4Scaling
 from fp8dist_kernels import direct
 from tests.support.experts import Experts, Mixture, routes
 from tests.support.training import bits, gradient_bits, state_bits
@@ -46,10 +46,10 @@ def _counted() -> Iterator[Counter[str]]:
         )
 
 
-def _trained(made: tuple[nn.Module, tuple[Tensor, ...]], split: bool) -> tuple[Any, ...]:
+def _trained(made: tuple[nn.Module, tuple[Tensor, ...]], split: bool, recipe: Any) -> tuple[Any, ...]:
     """Run three steps. Return all results, and what the last backward computed."""
     model, inputs = made
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=4))
+    manager = fp8dist.prepare(model, recipe)
     manager.attach(model)
     x, seen = inputs[0], []
     for step in range(3):
@@ -70,10 +70,14 @@ def _trained(made: tuple[nn.Module, tuple[Tensor, ...]], split: bool) -> tuple[A
     return seen, state_bits(manager), counter
 
 
-@pytest.mark.parametrize("made", [_dense, _experts])
-def test_each_half_computes_its_own_gradients(made: Any) -> None:
+@pytest.mark.parametrize(
+    ("made", "recipe"),
+    [(_dense, DelayedScaling(history_len=4)), (_experts, DelayedScaling(history_len=4)), (_dense, NVFP4Scaling())],
+    ids=["linears", "experts", "nvfp4"],
+)
+def test_each_half_computes_its_own_gradients(made: Any, recipe: Any) -> None:
     """Same bits and state as in one backward, each product once, no copy of a cast twice."""
-    (seen, state, whole), (split_seen, split_state, halves) = (_trained(made(), split) for split in (False, True))
+    (seen, state, whole), (split_seen, split_state, halves) = (_trained(made(), on, recipe) for on in (False, True))
     assert split_seen == seen
     assert split_state == state
     assert whole.total() > 0

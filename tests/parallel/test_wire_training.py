@@ -223,6 +223,33 @@ def test_after_a_backward_that_failed() -> None:
     fp8dist.ddp.check_gradients(hook)
 
 
+def _in_ddp(hook_of: Callable[[nn.Module], Any] | None) -> nn.Module:
+    """Return Linears in DDP, two of them in a DDP module inside of it. Both have the hook."""
+    torch.manual_seed(0)
+    inner = DistributedDataParallel(nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48)), bucket_cap_mb=0.004)
+    model = nn.Sequential(nn.Linear(32, 48), inner, nn.Linear(48, 48), nn.Linear(48, 16))
+    ignored = [name for name, _ in model.named_parameters() if name.startswith("1.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    outer = DistributedDataParallel(model, bucket_cap_mb=0.004)
+    if hook_of is not None:
+        hook = hook_of(model)
+        outer.register_comm_hook(None, hook)
+        inner.register_comm_hook(None, hook)
+    return outer
+
+
+@on_ranks(2)
+def test_a_hook_for_a_ddp_module_inside_of_another() -> None:
+    """In a backward, the buckets of the inner one come between those of the outer one."""
+    plain, ddp = (_in_ddp(of) for of in (None, lambda model: fp8dist.ddp.comm_hook(model, gradients="fp8")))
+    with everything_in_fp8():
+        several(plain)
+        several(ddp)
+    expected, got = (torch.cat([p.grad.reshape(-1) for p in each.parameters()]) for each in (plain, ddp))
+    same_on_all_ranks(bits(got))
+    assert 0 < float((got - expected).norm() / expected.norm()) <= NORM
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)], ids=str)
 @on_ranks(4)
 def test_nodes(shape: tuple[int, int]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import fp8dist
 from fp8dist.common.text import shortened
 from fp8dist.runs.report import facts, live
 from fp8dist.runs.report.live import LiveRun, RankWait, clean
@@ -187,6 +188,20 @@ def test_files_that_are_replaced_start_anew(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
     run.read()
     assert run.title[-1] == "4 ranks"
+
+
+def test_a_new_run_that_outgrows_the_old_one_between_two_reads_starts_anew(tmp_path: Path) -> None:
+    with fp8dist.Recorder(tmp_path) as recorder:
+        recorder.log(1, loss=math.nan, proven=1)
+    run = LiveRun(tmp_path)
+    run.read()
+    assert run.proven == 1
+    with fp8dist.Recorder(tmp_path) as recorder:
+        for step in range(1, 9):
+            recorder.log(step, loss=float(step))
+    run.read()
+    assert list(run.losses) == [*range(1, 9)]
+    assert run.sound[0] is None
 
 
 def test_a_job_that_goes_back_is_sound_to_no_later_step(tmp_path: Path) -> None:
