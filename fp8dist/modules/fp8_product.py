@@ -80,7 +80,8 @@ def product_of(
         compute = functools.partial(in_high_precision, offsets=offsets)
     else:
         recorded: Records = mode.choice.records if record and not mode.recording else (record, record, record)
-        step = slots.caster.counted_step(parameter, module) if mode.casts and slots.caster.draws else None
+        caster: Any = slots.caster  # NVFP4Caster, if it draws.
+        step = caster.counted_step(parameter, module) if mode.casts and caster.draws else None
         call = _Call(slots, mode, slots.states(parameter.device), record, recorded, main_grad, step)
         compute = functools.partial(_in_fp8 if mode.casts else _observed, call, parameter, offsets)
     if main_grad is None or mode.casts:
