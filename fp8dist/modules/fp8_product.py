@@ -36,6 +36,7 @@ class _Call(NamedTuple):
         record: True if amaxes are recorded.
         recorded: for each of these tensors, the experts whose amaxes are recorded; True or False for a Linear.
         main_grad: the buffer to which the weight's gradient is added. None: autograd gets the gradient.
+        step: the training step of its random numbers, int64 0-d. None: its casts draw none.
     """
 
     slots: LinearSlots
@@ -44,6 +45,7 @@ class _Call(NamedTuple):
     record: bool
     recorded: Records
     main_grad: MainGrad | None
+    step: Tensor | None
 
 
 def product_of(
@@ -79,7 +81,9 @@ def product_of(
         compute = functools.partial(in_high_precision, offsets=offsets)
     else:
         recorded: Records = mode.choice.records if record and not mode.recording else (record, record, record)
-        call = _Call(slots, mode, slots.states(parameter.device), record, recorded, main_grad)
+        caster: Any = slots.caster  # NVFP4Caster, if it draws.
+        step = caster.counted_step(parameter, module) if mode.casts and caster.draws else None
+        call = _Call(slots, mode, slots.states(parameter.device), record, recorded, main_grad, step)
         compute = functools.partial(_in_fp8 if mode.casts else _observed, call, parameter, offsets)
     if main_grad is None or mode.casts:
         return compute
@@ -127,8 +131,7 @@ def _in_fp8(
         slots.record_weight(weight, cast, offsets, state, call.recorded[1])
     rows = x.reshape(-1, x.shape[-1]) if offsets is None else x
     wants_weight_grad = torch.is_grad_enabled() and weight.requires_grad
-    step = slots.caster.counted_step(parameter, slots.note.linear) if slots.caster.draws else None
-    how = call, outgrown, wants_weight_grad, step
+    how = call, outgrown, wants_weight_grad
     output = _FP8Product.apply(rows, bias, weight, *_each_once(cast), offsets, how)
     # Like F.linear's output, this is no view to autograd: FSDP2 warns about modules that return views.
     return torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[-2]))
@@ -171,13 +174,12 @@ class _FP8Product(torch.autograd.Function):
         weight_columns: Tensor,  # FP8 [(E,) in_features, out_features], empty with grad off or if cast in backward
         weight_columns_inv_scale: Tensor | None,  # None: the same tensor as for the rows; see _each_once
         offsets: Tensor | None,  # int32[E], the ends of the experts' rows
-        # The call; limits of the casts; True if the weight gets a gradient; the step of its random numbers.
-        how: tuple[_Call, Outgrown, bool, Tensor | None],
+        how: tuple[_Call, Outgrown, bool],  # The call; limits of the casts; True if the weight gets a gradient.
     ) -> Tensor:
-        call, outgrown, wants_weight_grad, step = how
+        call, outgrown, wants_weight_grad = how
         slots, (high, *_) = call.slots, call.mode.choice
         copies = high.fprop is not True, wants_weight_grad and high.wgrad is not True
-        request = Request(call.states[0], Role.INPUT, *copies, call.recorded[0], outgrown, offsets, step=step)
+        request = Request(call.states[0], Role.INPUT, *copies, call.recorded[0], outgrown, offsets, step=call.step)
         cast = slots.caster.cast(x, request)
         ctx.casts_again = slots.casts_in_backward(weight)
         if weight_columns_inv_scale is None:
@@ -190,7 +192,6 @@ class _FP8Product(torch.autograd.Function):
             weight if ctx.casts_again or high.dgrad is not False else None,
             x if wants_weight_grad and high.wgrad is not False else None,
             offsets,
-            step,
         )
         ctx.slots, ctx.call, ctx.outgrown, ctx.numbered = slots, call, outgrown, None
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
@@ -205,7 +206,7 @@ class _FP8Product(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x, offsets, step = ctx.saved_tensors
+        x_columns, x_inv_scale, weight_columns, weight_inv_scale, weight, x, offsets = ctx.saved_tensors
         call: _Call = ctx.call
         slots, (high, *_) = call.slots, call.mode.choice
         slots.settle()  # A step may have ended since the forward, whose sync is then still pending.
@@ -219,7 +220,14 @@ class _FP8Product(torch.autograd.Function):
                 grad_bias = grad_output.new_empty(grad_output.shape[1], dtype=ctx.bias_dtype)
             limits = slots.policy.limits_in_backward(ctx.outgrown)
             request = Request(
-                call.states[2], Role.GRAD_OUTPUT, *copies, call.recorded[2], limits, offsets, sums=grad_bias, step=step
+                call.states[2],
+                Role.GRAD_OUTPUT,
+                *copies,
+                call.recorded[2],
+                limits,
+                offsets,
+                sums=grad_bias,
+                step=call.step,
             )
             if slots.caster.draws and True in copies:
                 request.number = _number_of(ctx, copies)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fp8dist
-from fp8dist import DelayedScaling, Recipe, StateManager
+from fp8dist import DelayedScaling, NVFP4Scaling, Recipe, StateManager
 from tests.support.linear import NONE, RECIPES, amax, inputs, linear, roles
 from tests.support.training import bits, gradient_bits, state_bits
 
@@ -109,11 +109,14 @@ def test_calibrate_that_raises_commits_nothing_and_forgets() -> None:
     assert roles(manager)["input"] == max(amax(inputs(8, 48, seed=5)), amax(inputs(8, 48, seed=6)))
 
 
-def test_first_forward_in_inference_mode_then_training() -> None:
-    """No tensor of the state or of a weight cast may be an inference tensor."""
+@pytest.mark.parametrize("recipe", [DelayedScaling(history_len=4, update="next_step"), NVFP4Scaling()], ids=repr)
+def test_first_forward_in_inference_mode_then_training(recipe: Recipe) -> None:
+    """Before ``attach``. No tensor of the state or of a weight cast may be an inference tensor."""
     outcomes = []
     for mode in (torch.inference_mode, torch.no_grad):
-        module, manager = linear("auto", update="next_step")
+        torch.manual_seed(0)
+        module = nn.Linear(48, 32)
+        manager = fp8dist.prepare(module, recipe)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         x = inputs(16, 48)
         with mode():
