@@ -34,9 +34,9 @@ def comm_hook(
     """Return a DDP communication hook that runs ``inner`` and launches the FP8 sync from the last gradient bucket.
     Local; the hook is COLLECTIVE.
 
-    The sync then overlaps with the rest of backward. (If DDP ignores an FP8 weight, whose gradient may come later, it
-    starts as the backward ends.) Each synced backward has one collective. Several backwards before an optimizer step
-    merge their results at the boundary. Register the hook yourself, with the state that ``inner`` takes (DDP takes only
+    The sync then overlaps with the rest of backward. Each synced backward has one collective. Several backwards before
+    an optimizer step merge their results at the boundary. If DDP ignores an FP8 weight, whose gradient may come later,
+    the sync runs at the boundary alone. Register the hook yourself, with the state that ``inner`` takes (DDP takes only
     one hook, so ``attach`` never registers one)::
 
         ddp.register_comm_hook(powersgd_state, fp8dist.ddp.comm_hook(manager, powersgd_hook))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from torch.autograd import Variable
-
 from fp8dist.checks.replication import ddp_parameters
 from fp8dist.errors import ConfigurationError
 from fp8dist.job.joining import launch_from_hook
@@ -41,17 +39,15 @@ def early_launcher(manager: StateManager, frozen_weights: bool = False) -> Calla
 
 
 def _after_last_bucket(job: JobState, launch: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that launches from DDP's last bucket; at the end of the backward, if DDP ignores a converted
-    weight, whose gradient amax may come later."""
+    """Return a function that launches from DDP's last bucket, unless DDP ignores a converted weight: its gradient amax
+    may come later, even after the end of this backward, which may be a checkpoint's own."""
     called, ignores = None, False
 
     def launch_in_time() -> None:
         nonlocal called, ignores
         if called is not job.called:
             called, ignores = job.called, _ignores_some(job)
-        if ignores:
-            Variable._execution_engine.queue_callback(launch)
-        else:
+        if not ignores:
             launch()
 
     return launch_in_time

@@ -394,20 +394,23 @@ def shard_weights(settle: Settle, fit: Fit, model: nn.Module, whole: nn.Module) 
             "or leave fp8_all_gather out"
         )
     homes: dict[int, FSDPHome] = {}  # By id of the parameter.
+    replicated: set[int] = set()
     for module in fsdp_modules:
         groups = fsdp2_groups(module, "fp8_all_gather=True", "leave fp8_all_gather out")
         homes.update({id(one.sharded_param): FSDPHome(group, one) for group in groups for one in group.fsdp_params})
-        if any(not hasattr(group.mesh_info, "shard_process_group") for group in groups):
-            raise ConfigurationError(
-                "fp8_all_gather=True has nothing to gather under replicate(), which leaves each rank its whole "
-                "weights: leave it out"
-            )
+        whole_groups = (group for group in groups if not hasattr(group.mesh_info, "shard_process_group"))
+        replicated |= {id(one.sharded_param) for group in whole_groups for one in group.fsdp_params}
         if any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in groups):
             raise ConfigurationError(
                 "reshard_after_forward=<number> does not go with fp8_all_gather=True (FSDP2 has no all-gather "
                 "extension for it): use True or False"
             )
     found = _gathered(model, whole)
+    if any(id(part.weight) in replicated for part, *_ in found):
+        raise ConfigurationError(
+            "fp8_all_gather=True has nothing to gather under replicate(), which leaves each rank its whole weights: "
+            "leave it out, or name the modules under replicate() in prepare(skip=…)"
+        )
     # By id of an arena: for each weight slot, the slots that show in a sync whether a user of the weight ran.
     places: dict[int, tuple[Arena, dict[int, list[int]]]] = {}
     for parts in found:

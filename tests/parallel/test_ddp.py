@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, Fallback, MXFP8Scaling, Recipe, RowwiseScaling
@@ -136,14 +137,17 @@ def test_comm_hook_launches_in_backward_after_the_last_of_several_buckets() -> N
     fp8dist.restore(job.called)
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @on_ranks(2)
-def test_a_hook_waits_for_weights_that_ddp_ignores() -> None:
-    """Their gradient amaxes may come after DDP's last bucket."""
+def test_a_hook_waits_for_weights_that_ddp_ignores(inside: bool) -> None:
+    """Their gradient amaxes may come after DDP's last bucket. ``inside``: which comes in a backward of its own."""
     windows = []
     for hook in (False, True):
         net = make_net()
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["first.weight", "first.bias"])
         job = SmallJob(net=net)
+        if inside:
+            job.net.branch.forward = partial(checkpoint, job.net.branch.forward, use_reentrant=True)
         if hook:
             job.called.register_comm_hook(None, fp8dist.ddp.comm_hook(job.manager))
         for index in range(3):

@@ -281,6 +281,20 @@ def test_what_torchs_replicate_holds_is_cut_by_tensor_parallelism_only(fp8_all_g
     assert not fp8dist.replay(net, step, x, group=mesh["dp"]).findings
 
 
+@on_ranks(2)
+def test_what_torchs_replicate_holds_in_high_precision_may_be_beside_an_fp8_gather() -> None:
+    """As an encoder under ``replicate``, before a model under FSDP2."""
+    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
+    mesh = mesh_of((2,), ("dp",))
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    manager = fp8dist.prepare(model, skip="0", group=mesh, fp8_all_gather=True)
+    replicate(model[0], mesh=mesh)
+    fully_shard(model[1], mesh=mesh)
+    manager.attach(model)
+    model(torch.ones(16, 32)).sum().backward()
+    assert len(model[1].fp8_slots.weight_sync.arena.shards) == 1  # type: ignore[union-attr, arg-type]
+
+
 def _fail(*args: Any) -> None:
     raise KeyError("interrupted")
 
