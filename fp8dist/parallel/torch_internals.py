@@ -269,17 +269,19 @@ def _declares(thing: object, name: str) -> bool:
 
 def has_fsdp2_hook(module: nn.Module) -> bool:
     """True if FSDP2 shards parameters of the module itself. FSDP2 registers a hook on each such module."""
-    return any("FSDPParam" in getattr(hook, "__qualname__", "") for hook in module._load_state_dict_post_hooks.values())
+    return bool(_fsdp2_hooks(module))
 
 
 def is_only_replicated(module: nn.Module) -> bool:
     """True if FSDP2 manages parameters of the module itself, and has not cut them: torch's ``replicate``."""
-    hooks = [
-        hook for hook in module._load_state_dict_post_hooks.values() if "FSDPParam" in getattr(hook, "__qualname__", "")
-    ]
-    owners = [cell.cell_contents for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]
+    owners = [cell.cell_contents for hook in _fsdp2_hooks(module) for cell in getattr(hook, "__closure__", None) or ()]
     meshes = [owner.mesh_info for owner in owners if hasattr(owner, "mesh_info")]
     return any(not hasattr(mesh, "shard_process_group") for mesh in meshes)
+
+
+def _fsdp2_hooks(module: nn.Module) -> list[Any]:
+    hooks = module._load_state_dict_post_hooks.values()
+    return [hook for hook in hooks if "FSDPParam" in getattr(hook, "__qualname__", "")]
 
 
 def missing_fsdp2_hook(whole: nn.Module | None = None) -> str | None:
