@@ -30,7 +30,6 @@ from fp8dist.checks.replication import Excuse, Home, Membership, Replication, la
 from fp8dist.checks.report import DivergenceReport, Sender, this_rank
 from fp8dist.common.divergence import COHERENCE, Finding
 from fp8dist.common.text import plural
-from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel.megatron import gradient_of
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import GroupLike, SyncGroup, has_base, is_dtensor, local_part
@@ -369,7 +368,7 @@ class Inventory:
         when digests are computed. Ranks are compared only with ranks of equal hardware and versions."""
         contents = [
             ComputedContent(computations, device, f" (device {i} of this rank)" if i else "")
-            for i, (device, computations) in enumerate(computations_of(fp8_parts(module)).items())
+            for i, (device, computations) in enumerate(computations_of(module).items())
         ]
         self._computed = ReplicaSet(likeness_of(contents), self._replication.anchor.group, tuple(contents))
         if not contents:

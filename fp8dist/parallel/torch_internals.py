@@ -272,11 +272,14 @@ def has_fsdp2_hook(module: nn.Module) -> bool:
     return bool(_fsdp2_hooks(module))
 
 
-def is_only_replicated(module: nn.Module) -> bool:
-    """True if FSDP2 manages parameters of the module itself, and has not cut them: torch's ``replicate``."""
+def most_fsdp2_axes(module: nn.Module) -> int:
+    """Return how many axes FSDP2 may have put before those of the module's own DTensors: 2 for HSDP, 1 if it has not
+    cut them (torch's ``replicate``), 0 while they are gathered."""
     owners = [cell.cell_contents for hook in _fsdp2_hooks(module) for cell in getattr(hook, "__closure__", None) or ()]
+    if any(getattr(getattr(owner, "sharded_state", None), "name", "") == "UNSHARDED" for owner in owners):
+        return 0
     meshes = [owner.mesh_info for owner in owners if hasattr(owner, "mesh_info")]
-    return any(not hasattr(mesh, "shard_process_group") for mesh in meshes)
+    return 1 if any(not hasattr(mesh, "shard_process_group") for mesh in meshes) else 2
 
 
 def _fsdp2_hooks(module: nn.Module) -> list[Any]:
