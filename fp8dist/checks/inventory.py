@@ -311,7 +311,8 @@ class Inventory:
         replication.learn(module)
         own = {id(b) for part in module.modules() for b in part.buffers(False) if _has_statistics(part)}
         named: list[tuple[str, Tensor, Sequence[Home | Excuse]]]
-        named = [(replication.names[id(one)], one, replication.of_parameter(one)) for one in module.parameters()]
+        parameters = map(replication.stored, module.parameters())
+        named = [(replication.names[id(one)], one, replication.of_parameter(one)) for one in parameters]
         named += [(name, one, [home]) for name, one, home in replication.of_buffers(module) if id(one) not in own]
         for name, tensor, homes in named:
             along = replication.open_axes(name, tensor, homes)
@@ -386,7 +387,7 @@ class Inventory:
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         if trainable and not all(parameter.requires_grad for parameter in module.parameters()):
             self._noun = "trainable parameters"
-        for parameter in module.parameters():
+        for parameter in map(self._replication.stored, module.parameters()):
             name = self._replication.names[id(parameter)]
             counts = parameter.requires_grad or not trainable
             if parameters:

@@ -33,6 +33,8 @@ _GROUP = ("mesh_info", "post_forward_mesh_info", "fsdp_params", "_partial_reduce
 """Of FSDP2's FSDPParamGroup."""
 _PARAMETER = ("unsharded_accumulated_grad", "_unsharded_param", "all_gather_outputs")
 """Of FSDP2's FSDPParam."""
+_SHOWN = ("_unsharded_param", "_sharded_post_forward_param")
+"""Of the same: what a module may have in place of its sharded parameter. Not every torch need have them."""
 _DDP = ("_module_parameters", "_get_ddp_logging_data", "_delay_all_reduce_all_params", "_use_python_reducer")
 _REDUCER = ("prepare_for_backward", "_check_reducer_finalized", "_reset_state")
 """Of DDP's reducer."""
@@ -218,6 +220,18 @@ def fsdp2_gathered(whole: nn.Module) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         rows = -(-full.size(placement.dim) // mesh.shard_mesh_size)  # As torch.chunk cuts.
         first = min(mesh.shard_mesh_rank * rows, full.size(placement.dim))
         yield each._unsharded_param, full.narrow(placement.dim, first, shard.size(placement.dim)), shard.detach()
+
+
+def fsdp2_shards(whole: nn.Module) -> dict[int, Tensor]:
+    """Return the sharded parameter by the id of the one that FSDP2 shows in its place, from a forward until it frees
+    that: a copy that it has gathered, or a part of it (``reshard_after_forward=<number>``). Empty if this torch lacks a
+    private name; ``attach`` warns of that."""
+    modules = fsdp2_modules(whole)
+    if next(_missing_of_fsdp2(modules), None) is not None:
+        return {}
+    every = [one for module in modules for group in _groups(module._get_fsdp_state()) for one in group.fsdp_params]  # type: ignore[operator]
+    shown = [(getattr(one, name, None), one) for one in every for name in _SHOWN]
+    return {id(copy): one.sharded_param for copy, one in shown if copy is not None}
 
 
 def fsdp2_shard_groups(whole: nn.Module) -> dict[int, Any]:
