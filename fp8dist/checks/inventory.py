@@ -31,6 +31,7 @@ from fp8dist.checks.report import DivergenceReport, Sender, this_rank
 from fp8dist.common.divergence import COHERENCE, Finding
 from fp8dist.common.text import plural
 from fp8dist.parallel.megatron import gradient_of
+from fp8dist.parallel.torch_internals import fsdp2_shards
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import GroupLike, SyncGroup, has_base, is_dtensor, local_part
 from fp8dist.state.slots import clean_fqn
@@ -538,7 +539,8 @@ def _numbers_of(module: nn.Module, scope: Scope) -> Iterator[tuple[str, Tensor, 
     Infinities are allowed in buffers (masks), in optimizer state (bounds), and in frozen parameters beside trainable
     ones.
     """
-    parameters = [(clean_fqn(name), one) for name, one in module.named_parameters() if not is_lazy(one)]
+    named, shards = module.named_parameters(), fsdp2_shards(module)
+    parameters = [(clean_fqn(name), shards.get(id(one), one)) for name, one in named if not is_lazy(one)]
     trainable = any(one.requires_grad for _, one in parameters)
     for name, one in parameters:
         yield name, one, one.requires_grad or not trainable

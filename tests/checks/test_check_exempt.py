@@ -280,8 +280,10 @@ def test_replicas_of_shards_are_compared_while_these_are_gathered() -> None:
     optimizer.step()
     with torch.no_grad():
         net(torch.ones(4, 32))
-        if dist.get_rank() == 3:
-            optimizer.param_groups[0]["params"][0].to_local()[0] += 1
+    report = fp8dist.check(net, optimizer=optimizer, coherence=True)
+    assert (report.consistent, report.skipped) == (True, ())
+    if dist.get_rank() == 3:
+        optimizer.param_groups[0]["params"][0].to_local().data[0] += 1
     report = fp8dist.check(net, optimizer=optimizer, policy="warn")
     assert report.compared == {"parameter": 6, "optimizer": 6}
     assert [finding.name for finding in report.findings] == ["first.weight"]
