@@ -75,7 +75,7 @@ class GradientHook:
         self._state: Any = None
         self._senders: tuple[int, ...] = ()
         self._levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-        self._model = weakref.ref(model)  # Weak: DDP's reducer holds this hook, and does not take part in collection.
+        self._model = weakref.ref(model)  # Weak: the garbage collector does not see that DDP's reducer holds this.
         self._names = {id(one): clean_fqn(name) for name, one in model.named_parameters()}
         named = [(self._names[id(one)], one) for one in model.parameters()]
         small = [name for name, one in named if one.ndim <= 1 or _ROUTER in name]
