@@ -23,7 +23,7 @@ from fp8dist.common.divergence import COHERENCE, MORE, Finding, word_for
 from fp8dist.common.text import dtype_name
 from fp8dist.modules.casters import Cast
 from fp8dist.modules.parts import fp8_parts
-from fp8dist.parallel.torch_internals import fsdp2_gathered
+from fp8dist.parallel.torch_internals import fsdp2_gathered, fsdp2_shards
 from fp8dist.state.groups import has_base, is_dtensor, local_part, own_rank
 from fp8dist.state.slots import clean_fqn
 
@@ -180,7 +180,9 @@ class _Masters:
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
         self.pairs: list[_Fit] = []
-        self._names = {id(one): clean_fqn(name) for name, one in module.named_parameters()}
+        shards = fsdp2_shards(module)  # Optimizers hold these, also while the module has gathered copies.
+        named = [(clean_fqn(name), one) for name, one in module.named_parameters()]
+        self._names = {id(tensor): name for name, one in named for tensor in (one, shards.get(id(one), one))}
         self._read: set[int] = set()
         engines = [part for part in module.modules() if has_base(part, "DeepSpeedEngine")]
         self._optimizers = optimizers_in([*optimizers, *engines])

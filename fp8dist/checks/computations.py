@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8dist.checks.contents import Content, Digester, Field, Key, on_device
 from fp8dist.checks.known_calls import SCALINGS, TOKENS, CastOf, Computation, GroupedProductOf, ProductOf, for_casts
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.main_grad import fuses
-from fp8dist.modules.parts import Part
-from fp8dist.parallel.wrappers import multiplied_shape
+from fp8dist.modules.parts import Part, fp8_parts
+from fp8dist.parallel.wrappers import fsdp2_axes, multiplied_shape
 from fp8dist.state.recipe import Recipe
 from fp8dist_kernels import GEMMS, MX_BLOCK
 from fp8dist_kernels.formats import Role
@@ -30,23 +30,21 @@ LARGEST = 8192
 """The most features of an operand. Larger ones are cut, to bound the memory of a check."""
 
 
-def computations_of(parts: Iterable[Part]) -> dict[torch.device, tuple[Computation, ...]]:
-    """Return the casts and products that forwards and backwards of these parts do in FP8, by device. Local.
+def computations_of(model: nn.Module) -> dict[torch.device, tuple[Computation, ...]]:
+    """Return the casts and products that forwards and backwards of a model do in FP8, by device. Local.
 
     Equal ones (same shapes, dtypes, recipe, backend) are listed once. Inputs have autocast's dtype inside
-    ``torch.autocast``, else the weight's. Parts with FP8 switched off are left out.
-
-    Args:
-        parts: FP8Linears and the grouped products of FP8Experts, each with its slots.
+    ``torch.autocast``, else the weight's. Modules with FP8 switched off are left out.
     """
+    axes = fsdp2_axes(model)
     found: dict[torch.device, dict[Computation, None]] = {}
-    for part in parts:
+    for part in fp8_parts(model):
         module, slots = part
         device, stored = slots.weight_sync.arena.device, part.stored
         if not stored or not slots.job.enabled:
             continue
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else stored[0].dtype
-        shape, bias, transposed = factors_of(part, slots.note.resharded)
+        shape, bias, transposed = factors_of(part, axes)
         how = slots.recipe, dtype, stored[0].dtype, bias, transposed, slots.job.backend
         into = isinstance(module, FP8Linear) and fuses(module)
         more = casts_and_products(shape, *how, sideways=slots.job.gathers, into=into)
@@ -67,16 +65,16 @@ class Factors(NamedTuple):
     transposed: bool
 
 
-def factors_of(part: Part, resharded: bool) -> Factors:
+def factors_of(part: Part, axes: Mapping[int, int]) -> Factors:
     """Return what this rank multiplies in a part. Local.
 
     Args:
         part: with at least one stored weight.
-        resharded: True if FSDP frees the weight between forwards.
+        axes: ``fsdp2_axes`` of the model.
     """
     module = part.module
     if isinstance(module, FP8Linear):
-        shape = tuple(multiplied_shape(module, resharded))
+        shape = tuple(multiplied_shape(module, axes))
         # A row-wise parallel Linear adds its bias after the product.
         return Factors(shape, module.bias is not None and shape[1] == module.in_features, module.transposed)
     experts, *sizes = part.stored[0].shape

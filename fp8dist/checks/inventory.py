@@ -30,8 +30,8 @@ from fp8dist.checks.replication import Excuse, Home, Membership, Replication, la
 from fp8dist.checks.report import DivergenceReport, Sender, this_rank
 from fp8dist.common.divergence import COHERENCE, Finding
 from fp8dist.common.text import plural
-from fp8dist.modules.parts import fp8_parts
 from fp8dist.parallel.megatron import gradient_of
+from fp8dist.parallel.torch_internals import fsdp2_shards
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.groups import GroupLike, SyncGroup, has_base, is_dtensor, local_part
 from fp8dist.state.slots import clean_fqn
@@ -312,7 +312,8 @@ class Inventory:
         replication.learn(module)
         own = {id(b) for part in module.modules() for b in part.buffers(False) if _has_statistics(part)}
         named: list[tuple[str, Tensor, Sequence[Home | Excuse]]]
-        named = [(replication.names[id(one)], one, replication.of_parameter(one)) for one in module.parameters()]
+        parameters = map(replication.stored, module.parameters())
+        named = [(replication.names[id(one)], one, replication.of_parameter(one)) for one in parameters]
         named += [(name, one, [home]) for name, one, home in replication.of_buffers(module) if id(one) not in own]
         for name, tensor, homes in named:
             along = replication.open_axes(name, tensor, homes)
@@ -369,7 +370,7 @@ class Inventory:
         when digests are computed. Ranks are compared only with ranks of equal hardware and versions."""
         contents = [
             ComputedContent(computations, device, f" (device {i} of this rank)" if i else "")
-            for i, (device, computations) in enumerate(computations_of(fp8_parts(module)).items())
+            for i, (device, computations) in enumerate(computations_of(module).items())
         ]
         self._computed = ReplicaSet(likeness_of(contents), self._replication.anchor.group, tuple(contents))
         if not contents:
@@ -387,7 +388,7 @@ class Inventory:
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         if trainable and not all(parameter.requires_grad for parameter in module.parameters()):
             self._noun = "trainable parameters"
-        for parameter in module.parameters():
+        for parameter in map(self._replication.stored, module.parameters()):
             name = self._replication.names[id(parameter)]
             counts = parameter.requires_grad or not trainable
             if parameters:
@@ -538,7 +539,8 @@ def _numbers_of(module: nn.Module, scope: Scope) -> Iterator[tuple[str, Tensor, 
     Infinities are allowed in buffers (masks), in optimizer state (bounds), and in frozen parameters beside trainable
     ones.
     """
-    parameters = [(clean_fqn(name), one) for name, one in module.named_parameters() if not is_lazy(one)]
+    named, shards = module.named_parameters(), fsdp2_shards(module)
+    parameters = [(clean_fqn(name), shards.get(id(one), one)) for name, one in named if not is_lazy(one)]
     trainable = any(one.requires_grad for _, one in parameters)
     for name, one in parameters:
         yield name, one, one.requires_grad or not trainable

@@ -40,6 +40,7 @@ from fp8dist.parallel.torch_internals import (
     fsdp1_modules,
     fsdp1_replicas,
     fsdp2_shard_groups,
+    fsdp2_shards,
     reduced_by_ddp,
 )
 from fp8dist.state.groups import GroupLike, SyncGroup, has_base, is_dtensor, mesh_coordinates
@@ -138,6 +139,7 @@ class Replication:
         self._of_parameter: dict[int, list[Home | Excuse]] = {}  # By id of a parameter.
         self._of_gradient: dict[int, list[Home | Excuse]] = {}  # The same, where the gradient has other homes.
         self._counting: dict[int, Any] = {}  # By id of a DTensor: the group among which FSDP2 has cut it, or None.
+        self._shards: dict[int, Tensor] = {}  # By id of a gathered copy.
         self._kept: list[Any] = []  # Keeps objects alive whose ids are keys: else another object could get the id.
         self.adopted = adopted
         self.axes: dict[str, Home] = {}
@@ -239,7 +241,8 @@ class Replication:
         around = _around(module)
         sharded, wrapping, zero = _fsdp1_parameters(around), _ddp_of(around), zero_groups(around)
         copies, cut = self._learn_megatron(module), fsdp2_shard_groups(around)
-        for name, parameter in _clean_names(list(module.named_parameters())):
+        self._shards = fsdp2_shards(around)
+        for name, parameter in _clean_names([(name, self.stored(one)) for name, one in module.named_parameters()]):
             self._kept.append(parameter)
             self.names[id(parameter)] = name
             home = self._named(name)
@@ -258,6 +261,11 @@ class Replication:
                 self._learn_copies(name, parameter, copies[id(parameter)])
             else:
                 self._of_parameter[id(parameter)] = [home or self._wrapped(parameter, wrapping)]
+
+    def stored(self, parameter: Tensor) -> Tensor:
+        """Return what is trained and saved: the parameter, or its shard while FSDP2 shows a gathered copy, which is
+        equal on ranks that hold different shards. Call ``learn`` with the parameter's module before."""
+        return self._shards.get(id(parameter), parameter)
 
     def _learn_megatron(self, module: nn.Module) -> Mapping[int, megatron.Copies]:
         """Record Megatron's groups, and return where copies of each parameter are, by its id; empty for a model that is

@@ -43,7 +43,7 @@ from fp8dist.modules.foreign import expert_products, is_parallel, linear_base
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import fsdp1_modules, fsdp2_gathered_dtypes, fsdp2_modules
-from fp8dist.parallel.wrappers import compute_devices, fsdp2_axes, reshard, resharded_modules
+from fp8dist.parallel.wrappers import compute_devices, fsdp2_axes, reshard
 from fp8dist.state.groups import has_base, is_dtensor
 from fp8dist.state.recipe import By, Recipe
 from fp8dist.state.slots import clean_fqn
@@ -195,20 +195,19 @@ def _stored(model: nn.Module, cycle: StepCycle) -> Iterator[Stored]:
         else {id(weight.parameter): weight for weight in cycle.scales.sharded.weights}
     )
     device_of = compute_devices(model)
-    under_fsdp = {id(p): module for module in resharded_modules(model) for p in module.parameters(recurse=False)}
+    axes = fsdp2_axes(model)
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and not name.endswith(_EXTRA_STATE_KEY_SUFFIX):
             if value.is_meta:
                 raise ConfigurationError(f"{clean_fqn(name)} is on the meta device, which stores no values")
             key = id(value)
-            under = key in under_fsdp and is_dtensor(value)
             yield Stored(
                 clean_fqn(name),
                 value,
                 partial(_same, value),
                 device_of(value),
                 dtypes.get(key, value.dtype),
-                fsdp_axes=fsdp2_axes(value, under_fsdp[key]) if under else 0,
+                fsdp_axes=axes.get(key, 0),
                 sharded=sharded.get(key),
             )
 

@@ -28,7 +28,7 @@ from fp8dist.parallel.ddp import find_ddp
 from fp8dist.parallel.fsdp2 import ShardedWeights, shard_weights
 from fp8dist.parallel.partitioned import is_partitioned, own_part
 from fp8dist.parallel.torch_internals import fsdp2_modules, unknown, warning
-from fp8dist.parallel.wrappers import compute_devices, local_parts, reshard, resharded_modules
+from fp8dist.parallel.wrappers import compute_devices, fsdp2_axes, local_parts, reshard, resharded_modules
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.settings import Start
 from fp8dist.state.slots import Slot
@@ -76,7 +76,7 @@ class Attachment:
         """
         cycle = self._cycle
         reshard(fsdp2_modules(whole))  # Modules may still hold weights that an evaluation has gathered.
-        resharded = resharded_modules(whole)
+        resharded, axes = resharded_modules(whole), fsdp2_axes(whole)
         self._warn_of_torch(whole)
         require_fitting(model, whole, resharded, optimizers, cycle)
         unheld = warn_of_unheld(model, whole, optimizers) if cycle.settings.enabled else []
@@ -84,7 +84,7 @@ class Attachment:
         self.release()
         _place(model, whole, cycle)
         if cycle.settings.enabled:
-            try_products(model, resharded)
+            try_products(model, axes)
         self._module = weakref.ref(whole)
         if compute is None:
             on_gpu = any(sync.arena.device.type == "cuda" for sync in cycle.syncs)
@@ -103,7 +103,7 @@ class Attachment:
             part.slots.note.resharded = part.module in resharded
         cycle.audits = audits_of(cycle.state, [parts[fqn].slots for fqn in sorted(parts)])
         cycle.begin_audit()
-        warn_of_padding(model, cycle)
+        warn_of_padding(model, axes, cycle)
         self._derive_scales(model, whole)
         cycle.job.attach(by_optimizer, scaler is not None, bool(optimizers))
         cycle.control.training_resumes(any(map(has_stepped, optimizers)))

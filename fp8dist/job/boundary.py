@@ -116,6 +116,8 @@ class BoundaryHooks:
                 self._others_skipped = _both(skipped, self._others_skipped) if self._others_stepped else skipped
                 self._others_stepped = True
             self._owner.weights_changed()
+        else:
+            self._owner.commit_unseen()
 
     def _loaded(self, optimizer: Optimizer) -> None:
         self._owner.optimizer_loaded(has_stepped(optimizer))
@@ -176,6 +178,7 @@ class BoundaryHooks:
             self._owner.step_skipped()
             if self._is_boundary and self._others_stepped:
                 self._owner.boundary(self._take_hold(self._others_skipped))
+                self._owner.commit_unseen()
         return result
 
 

@@ -265,9 +265,13 @@ class StepCycle:
     def weights_changed(self) -> None:
         """Handle the end of an attached optimizer's step. Local."""
         self.job.invalidate_casts()
+        self.commit_unseen()
+        self.steps.renews = self.scales.sharded is not None
+
+    def commit_unseen(self) -> None:
+        """Commit the syncs of the step that has just ended if the next forward may not be able to. Local."""
         if self._unseen_forwards():
             self.state.settle()
-        self.steps.renews = self.scales.sharded is not None
 
     def reuse_casts(self, allowed: bool) -> None:
         """Allow or forbid reuse of weight casts until the next call. Local."""

@@ -8,7 +8,7 @@ Everything here is local, and changes nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.parallel.fsdp2 import require_whole_blocks
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import require_checkable
-from fp8dist.parallel.wrappers import fsdp2_cut, managed_from_outside, mesh_ranks, multiplied_shape
+from fp8dist.parallel.wrappers import fsdp2_axes, fsdp2_cut, managed_from_outside, mesh_ranks, multiplied_shape
 from fp8dist.state.groups import has_base, is_dtensor
 from fp8dist.state.slots import clean_fqn
 from fp8dist_kernels import BLOCK
@@ -74,11 +74,12 @@ def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Modu
             f"{linear.fp8_slots.fqn}: fully_shard() was called on a module around the prepared model: pass it as "
             "attach(module=…)"
         )
+    axes = fsdp2_axes(whole)
     for linear in fp8_linears(model):
         fqn = linear.fp8_slots.slots[Role.WEIGHT].fqn
         if linear in resharded and "weight" not in linear._parameters:
             raise ConfigurationError(f"{fqn}: FSDP1 has flattened its weight: wrap with use_orig_params=True")
-        shape = multiplied_shape(linear, linear in resharded)
+        shape = multiplied_shape(linear, axes)
         if len(shape) != 2 or any(size % ALIGNMENT for size in shape):
             raise ConfigurationError(
                 f"{fqn}: local weight shape {shape}, expected two dims in multiples of {ALIGNMENT}"
@@ -159,14 +160,14 @@ def _is_freed(parameter: Tensor) -> bool:
     return plain and parameter.numel() > 0 and parameter.untyped_storage().size() == 0
 
 
-def warn_of_padding(model: nn.Module, cycle: StepCycle) -> None:
-    """Log which experts FSDP2 pads. Local."""
+def warn_of_padding(model: nn.Module, axes: Mapping[int, int], cycle: StepCycle) -> None:
+    """Log which experts FSDP2 pads. Local. ``axes``: ``fsdp2_axes`` of the model."""
     if not cycle.settings.enabled or not cycle.state.logs:
         return
     for module in fp8_experts(model):
         for name, slots in module.fp8_products.items():
             weight: Any = module._parameters[name]
-            dim, ranks = fsdp2_cut(weight, module) if is_dtensor(weight) else (0, 1)
+            dim, ranks = fsdp2_cut(weight, axes)
             if dim == 0 and ranks > len(weight):
                 logger.warning(
                     "fp8dist: %s: FSDP2 shards %d experts along dim 0 over %d ranks, and gathers %d of them with "

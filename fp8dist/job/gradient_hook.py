@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8dist.common.patterns import matching
 from fp8dist.errors import ConfigurationError
+from fp8dist.parallel.torch_internals import reduced_by_ddp
 from fp8dist.parallel.wire import Phases, Reduced, all_reduce, all_reduce_by_nodes, travels_in_fp8, unpack
 from fp8dist.state.arena_sync import ArenaSync, carry
 from fp8dist.state.groups import SyncGroup
@@ -31,11 +34,12 @@ _UNKNOWN = "a parameter outside of the manager's model"
 @dataclass(eq=False)
 class _Bucket:
     """A bucket under way. ``parts``: its memory that travels in FP8, and that which does not; ``names``: of all its
-    parameters. ``work``: the collective under way."""
+    parameters; ``first``: id of the first of them. ``work``: the collective under way."""
 
     whole: Tensor
     parts: tuple[list[Tensor], list[Tensor]]
     names: tuple[str, ...]
+    first: int
     phases: Phases
     work: dist.Work
     future: torch.futures.Future[Tensor]
@@ -71,6 +75,7 @@ class GradientHook:
         self._state: Any = None
         self._senders: tuple[int, ...] = ()
         self._levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._model = weakref.ref(model)  # Weak: the garbage collector does not see that DDP's reducer holds this.
         self._names = {id(one): clean_fqn(name) for name, one in model.named_parameters()}
         named = [(self._names[id(one)], one) for one in model.parameters()]
         small = [name for name, one in named if one.ndim <= 1 or _ROUTER in name]
@@ -86,10 +91,7 @@ class GradientHook:
         """Start to reduce a bucket. COLLECTIVE. ``state``: the process group; None: the default one. Or a DeviceMesh
         of the same ranks, with an axis of nodes and an axis of ranks of a node."""
         if bucket.index() == 0:
-            # A backward that has failed may have left some. In this one, they are those of a DDP module around this.
-            before, self._task = self._task, torch._C._current_graph_task_id()
-            if self._task == -1 or self._task != before:  # -1: of a rank without data, in Join.
-                self._under_way.clear()
+            self._forget_failed(id(bucket.parameters()[0]))
             self._backwards, self._buckets = self._backwards + 1, 0
             self._prepare(state)
         assert self.group is not None
@@ -101,6 +103,16 @@ class GradientHook:
         if bucket.is_last() and self._ended is not None:
             self._ended()
         return future
+
+    def _forget_failed(self, first: int) -> None:
+        """Forget buckets of a backward that has failed: a DDP module begins a new one, with a bucket whose first
+        parameter has the id ``first``. Keep those of other DDP modules, which may be around this one."""
+        before, self._task = self._task, torch._C._current_graph_task_id()
+        if self._under_way:
+            ddps = _ddps_of(self._model())
+            # Of a module that is not known, a backward shows itself by its task. -1: of a rank without data, in Join.
+            same = self._task == before != -1 and first not in ddps
+            self._under_way = [one for one in self._under_way if same or ddps.get(one.first) is not ddps.get(first)]
 
     def _describe(self) -> str:
         return f"the exchange of gradients in FP8, bucket {self._buckets} of a backward"
@@ -147,7 +159,7 @@ class GradientHook:
             work = next(phases)
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[whole.device] if whole.is_cuda else [])
         self._advance()
-        self._under_way.append(_Bucket(whole, parts, names, phases, work, future))
+        self._under_way.append(_Bucket(whole, parts, names, id(bucket.parameters()[0]), phases, work, future))
         return future
 
     def _advance(self) -> None:
@@ -194,6 +206,12 @@ class GradientHook:
         self.received.stream.wait_stream(torch.cuda.current_stream(whole.device))
         with torch.cuda.stream(self.received.stream):
             yield
+
+
+def _ddps_of(model: nn.Module | None) -> dict[int, nn.Module]:
+    """Return the DDP module in ``model`` that reduces a parameter, by its id."""
+    ddps = () if model is None else (one for one in model.modules() if isinstance(one, DistributedDataParallel))
+    return {key: ddp for ddp in ddps for key in reduced_by_ddp(ddp)}
 
 
 def _together(parts: list[Tensor], whole: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Kernels of Triton are not tried. Compiling them takes seconds, and each shape ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,14 +31,14 @@ _TOLERANCE = 0.01
 """Largest error of a product, relative to its norm. Rounding to bfloat16 gives 0.002, a wrong product about 1."""
 
 
-def try_products(model: nn.Module, resharded: set[nn.Module]) -> None:
+def try_products(model: nn.Module, axes: Mapping[int, int]) -> None:
     """Raise ConfigurationError if torch is to compute a product of these modules, but does not, or gets it wrong.
 
     On a GPU each distinct product is computed once, with features cut to at most three blocks. A model in float32 may
     be run under autocast, so its products are tried with both dtypes. Local; waits for the GPU.
 
     Args:
-        resharded: modules whose weights FSDP frees.
+        axes: ``fsdp2_axes`` of the model.
     """
     tried: set[tuple[ProductOf | GroupedProductOf, torch.device]] = set()
     seen: set[tuple[Any, ...]] = set()  # Kinds of modules: few, where modules are many.
@@ -48,7 +48,7 @@ def try_products(model: nn.Module, resharded: set[nn.Module]) -> None:
         if not stored:
             continue
         _require_fp8(slots.fqn, slots.job.backend, device)
-        factors, dtype = factors_of(part, part.module in resharded), stored[0].dtype
+        factors, dtype = factors_of(part, axes), stored[0].dtype
         kind = (factors, slots.recipe, dtype, isinstance(part.module, FP8Linear) and fuses(part.module), device)
         if kind in seen:
             continue

@@ -25,6 +25,7 @@ from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.parallel.sharded_weight import ForwardState, ShardedWeight, in_backward
 from fp8dist.parallel.torch_internals import FSDPHome, fsdp2_groups, fsdp2_modules
 from fp8dist.parallel.wrappers import (
+    fsdp2_axes,
     fsdp2_cut,
     multiplied_shape,
     reshard,
@@ -347,13 +348,14 @@ def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
     Raises:
         ConfigurationError: on all ranks, if a shard ends inside a block, or if shards are uneven.
     """
+    axes = fsdp2_axes(whole)
     for part, *_ in _gathered(model, whole):
         if part.slots.recipe.by not in ("block", "mx"):
             continue
         block = BLOCK if part.slots.recipe.by == "block" else MX_BLOCK
         linear = part.module if isinstance(part.module, FP8Linear) else None
-        shape = tuple(part.weight.shape) if linear is None else multiplied_shape(linear, True)
-        dim, ranks = fsdp2_cut(part.weight, part.module)
+        shape = tuple(part.weight.shape) if linear is None else multiplied_shape(linear, axes)
+        dim, ranks = fsdp2_cut(part.weight, axes)
         fqn = part.slots.slots[Role.WEIGHT].fqn
         where = f"{fqn}: its weight {shape} is sharded along dim {dim} over {ranks} ranks"
         instead = "give it another recipe (overrides), or leave fp8_all_gather out"

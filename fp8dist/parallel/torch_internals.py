@@ -33,6 +33,8 @@ _GROUP = ("mesh_info", "post_forward_mesh_info", "fsdp_params", "_partial_reduce
 """Of FSDP2's FSDPParamGroup."""
 _PARAMETER = ("unsharded_accumulated_grad", "_unsharded_param", "all_gather_outputs")
 """Of FSDP2's FSDPParam."""
+_SHOWN = ("_unsharded_param", "_sharded_post_forward_param")
+"""Of the same: what a module may have in place of its sharded parameter. Not every torch need have them."""
 _DDP = ("_module_parameters", "_get_ddp_logging_data", "_delay_all_reduce_all_params", "_use_python_reducer")
 _REDUCER = ("prepare_for_backward", "_check_reducer_finalized", "_reset_state")
 """Of DDP's reducer."""
@@ -220,6 +222,18 @@ def fsdp2_gathered(whole: nn.Module) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         yield each._unsharded_param, full.narrow(placement.dim, first, shard.size(placement.dim)), shard.detach()
 
 
+def fsdp2_shards(whole: nn.Module) -> dict[int, Tensor]:
+    """Return the sharded parameter by the id of the one that FSDP2 shows in its place, from a forward until it frees
+    that: a copy that it has gathered, or a part of it (``reshard_after_forward=<number>``). Empty if this torch lacks a
+    private name; ``attach`` warns of that."""
+    modules = fsdp2_modules(whole)
+    if next(_missing_of_fsdp2(modules), None) is not None:
+        return {}
+    every = [one for module in modules for group in _groups(module._get_fsdp_state()) for one in group.fsdp_params]  # type: ignore[operator]
+    shown = [(getattr(one, name, None), one) for one in every for name in _SHOWN]
+    return {id(copy): one.sharded_param for copy, one in shown if copy is not None}
+
+
 def fsdp2_shard_groups(whole: nn.Module) -> dict[int, Any]:
     """Return the process group among whose ranks FSDP2 has cut a parameter, by the id of the parameter, for parameters
     of which each of these ranks has a part. Empty if this torch lacks a private name; ``attach`` warns of that."""
@@ -272,11 +286,14 @@ def has_fsdp2_hook(module: nn.Module) -> bool:
     return bool(_fsdp2_hooks(module))
 
 
-def is_only_replicated(module: nn.Module) -> bool:
-    """True if FSDP2 manages parameters of the module itself, and has not cut them: torch's ``replicate``."""
+def most_fsdp2_axes(module: nn.Module) -> int:
+    """Return how many axes FSDP2 may have put before those of the module's own DTensors: 2 for HSDP, 1 if it has not
+    cut them (torch's ``replicate``), 0 while they are gathered."""
     owners = [cell.cell_contents for hook in _fsdp2_hooks(module) for cell in getattr(hook, "__closure__", None) or ()]
+    if any(getattr(getattr(owner, "sharded_state", None), "name", "") == "UNSHARDED" for owner in owners):
+        return 0
     meshes = [owner.mesh_info for owner in owners if hasattr(owner, "mesh_info")]
-    return any(not hasattr(mesh, "shard_process_group") for mesh in meshes)
+    return 1 if any(not hasattr(mesh, "shard_process_group") for mesh in meshes) else 2
 
 
 def _fsdp2_hooks(module: nn.Module) -> list[Any]:

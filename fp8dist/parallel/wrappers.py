@@ -6,7 +6,7 @@ rank stores a part, and multiplies with this part. Both may hold for one weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear, fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots
+from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import (
     fsdp1_modules,
@@ -24,9 +25,9 @@ from fp8dist.parallel.torch_internals import (
     fsdp2_modules,
     has_fsdp1_mark,
     has_fsdp2_hook,
-    is_only_replicated,
     missing_fsdp1_mark,
     missing_fsdp2_hook,
+    most_fsdp2_axes,
     refusal,
 )
 from fp8dist.state.groups import first_local_row, is_dtensor, local_part
@@ -90,19 +91,19 @@ def local_parts(slots: LinearSlots, weight: Any) -> Iterator[tuple[Slot, Tensor]
     return slots.weights_of(local_part(weight).detach(), first)
 
 
-def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
+def multiplied_shape(linear: FP8Linear, axes: Mapping[int, int]) -> tuple[int, ...]:
     """Return [out_features, in_features] of the weight that this rank multiplies with: whole under FSDP, local under
     tensor parallelism.
 
     Args:
-        resharded: True if ``linear`` is one of ``resharded_modules``.
+        axes: ``fsdp2_axes`` of the model.
     """
     weight = linear.weight
     if not is_dtensor(weight):  # Not weight.shape: FSDP1 shows a flat shard between forwards.
         return (linear.out_features, linear.in_features)
     shape = list(weight.shape)
     placements = weight.placements
-    own = fsdp2_axes(weight, linear) if resharded else 0
+    own = max((axes.get(id(parameter), 0) for parameter in stored_parameters(linear)), default=0)
     for axis in range(own, len(placements)):
         for dim in range(len(shape)):
             if placements[axis].is_shard(dim):
@@ -110,25 +111,19 @@ def multiplied_shape(linear: FP8Linear, resharded: bool) -> tuple[int, ...]:
     return tuple(reversed(shape) if linear.transposed else shape)
 
 
-def fsdp2_cut(weight: Any, module: nn.Module) -> tuple[int, int]:
-    """Return (dim along which FSDP2 shards a DTensor weight of ``module``, number of shards)."""
-    axis = fsdp2_axes(weight, module) - 1
-    placement = weight.placements[axis]
-    return (placement.dim, weight.device_mesh.size(axis)) if placement.is_shard() else (0, 1)
+def fsdp2_cut(weight: Any, axes: Mapping[int, int]) -> tuple[int, int]:
+    """Return (dim along which FSDP2 shards a weight, number of shards); (0, 1) if it does not. ``axes``:
+    ``fsdp2_axes`` of the model."""
+    axis = axes.get(id(weight), 0) - 1
+    cut = axis >= 0 and weight.placements[axis].is_shard()
+    return (weight.placements[axis].dim, weight.device_mesh.size(axis)) if cut else (0, 1)
 
 
 def is_tensor_parallel(whole: nn.Module) -> bool:
     """True if some parameter is sharded by more than FSDP2: its ranks compute with different parts of it."""
-    # FSDP2 marks the modules whose parameters it shards; if several share a parameter, only one of them.
-    marked = {
-        id(p): module for module in whole.modules() if has_fsdp2_hook(module) for p in module._parameters.values()
-    }
-    for parameter in whole.parameters():
-        if is_dtensor(parameter):
-            own = fsdp2_axes(parameter, marked[id(parameter)]) if id(parameter) in marked else 0
-            if any(placement.is_shard() for placement in parameter.placements[own:]):
-                return True
-    return False
+    axes = fsdp2_axes(whole)
+    parts = (p.placements[axes.get(id(p), 0) :] for p in whole.parameters() if is_dtensor(p))
+    return any(placement.is_shard() for placements in parts for placement in placements)
 
 
 def require_replicas(whole: nn.Module, what: str) -> None:
@@ -147,10 +142,17 @@ def require_replicas(whole: nn.Module, what: str) -> None:
         )
 
 
-def fsdp2_axes(weight: Any, module: nn.Module) -> int:
-    """Return how many of the first mesh axes of a DTensor that FSDP2 manages are FSDP2's own: 1 (Shard; of torch's
-    ``replicate``, Replicate), or with HSDP 2 (Replicate, Shard). ``module``: the one that FSDP2 manages it of."""
-    return 2 if weight.placements[0].is_replicate() and not is_only_replicated(module) else 1
+def fsdp2_axes(whole: nn.Module) -> dict[int, int]:
+    """Return, by the id of each DTensor that FSDP2 manages in ``whole``, how many of the first axes of its mesh are
+    FSDP2's own: 1 (Shard; of torch's ``replicate``, Replicate), or with HSDP 2 (Replicate, Shard)."""
+    # FSDP2 marks the modules whose parameters it shards; if several share a parameter, only one of them.
+    marked = [module for module in whole.modules() if has_fsdp2_hook(module)]
+    found: dict[int, int] = {}
+    for module in marked or [module for wrapper in fsdp2_modules(whole) for module in wrapper.modules()]:
+        most = most_fsdp2_axes(module)
+        for parameter in filter(is_dtensor, module.parameters(recurse=False)):
+            found[id(parameter)] = min(most, 2 if parameter.placements[0].is_replicate() else 1)
+    return found
 
 
 def managed_from_outside(model: nn.Module, resharded: set[nn.Module], whole: nn.Module) -> Iterator[FP8Linear]:

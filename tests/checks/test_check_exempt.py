@@ -254,6 +254,41 @@ def test_some_parameters_do_not_stand_for_all() -> None:
     assert len([line for report in reports for line in str(report).splitlines() if "compared only" in line]) == 3
 
 
+@pytest.mark.parametrize("reshard", [None, False, 2])
+@on_ranks(4)
+def test_what_a_forward_has_gathered_does_not_stand_for_its_shards(reshard: bool | int | None) -> None:
+    """As after an evaluation. A gathered copy is equal on all ranks, whatever their shards are."""
+    net = make_net()
+    manager = fp8dist.prepare(net, group=dist.group.WORLD)
+    for part in (net.first, net):
+        fully_shard(part, reshard_after_forward=reshard)
+    manager.attach(net)
+    with torch.no_grad():
+        net(torch.ones(4, 32))
+    for report in (manager.check(), fp8dist.check(net, group=dist.group.WORLD)):
+        assert (report.consistent, report.diverged, report.compared) == (False, False, {"slot": 9})
+        assert "6 parameters that are DTensors without a Replicate axis" in report.unverified["parameter"]
+
+
+@on_ranks(4)
+def test_replicas_of_shards_are_compared_while_these_are_gathered() -> None:
+    """As after an evaluation, under HSDP."""
+    net = make_net()
+    fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(4, 32)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        net(torch.ones(4, 32))
+    report = fp8dist.check(net, optimizer=optimizer, coherence=True)
+    assert (report.consistent, report.skipped) == (True, ())
+    if dist.get_rank() == 3:
+        optimizer.param_groups[0]["params"][0].to_local().data[0] += 1
+    report = fp8dist.check(net, optimizer=optimizer, policy="warn")
+    assert report.compared == {"parameter": 6, "optimizer": 6}
+    assert [finding.name for finding in report.findings] == ["first.weight"]
+
+
 @pytest.mark.parametrize(
     ("which", "compared", "name"),
     [("model", {"parameter": 6, "slot": 9}, "first.weight"), ("part", {"parameter": 2}, "weight")],

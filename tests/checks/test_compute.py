@@ -19,7 +19,6 @@ from fp8dist.checks.computations import ComputedContent, casts_and_products, com
 from fp8dist.checks.contents import Digester
 from fp8dist.checks.known_calls import TOKENS, GroupedProductOf, ProductOf, ends_of
 from fp8dist.checks.likeness import likeness, unsteady_settings
-from fp8dist.modules.parts import fp8_parts
 from fp8dist_kernels.reference.operands import inverse_scales, operand
 from tests.kernels.test_content_digest import digest_in_python, unsigned
 from tests.modules.test_foreign_linears import Conv1D
@@ -137,14 +136,14 @@ def test_what_is_computed_is_what_a_step_computes(name: str, kind: str) -> None:
         with recorded_calls() as of_a_step:
             model[0](*inputs).square().sum().backward()
         with recorded_calls() as known:
-            for device, several in computations_of(fp8_parts(model)).items():
+            for device, several in computations_of(model).items():
                 ComputedContent(several, device).digests(Digester())
     assert known == of_a_step
 
 
 def _computed(model: nn.Module, **settings: Any) -> list[str]:
     fp8dist.prepare(model, **settings)
-    return [one.name(device) for device, several in computations_of(fp8_parts(model)).items() for one in several]
+    return [one.name(device) for device, several in computations_of(model).items() for one in several]
 
 
 def test_equal_shapes_are_computed_once() -> None:

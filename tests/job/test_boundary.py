@@ -20,6 +20,7 @@ from torch.optim import SGD, AdamW
 import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.modules.loop_monitor import FIRST_LOOK
+from fp8dist.state.arena_sync import Phase
 from tests.support.ranks import RankPool
 from tests.support.training import (
     Amaxes,
@@ -217,6 +218,27 @@ def test_a_step_counts_if_the_scaler_skips_one_of_two_optimizers_but_not_both(fu
         steps.append(manager.steps)
         amaxes.append(manager.slot("first", "input").amax_history.count_nonzero().item())
     assert steps == amaxes == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("left_out", ["by the scaler", "by its learning rate", "by that, with a closure"])
+def test_a_compiled_forward_finds_the_scales_of_a_step_that_leaves_the_last_optimizer_out(left_out: str) -> None:
+    """It cannot commit them itself, as an eager one does."""
+    net, skips = make_net(), left_out == "by the scaler"
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=skips)
+    manager = fp8dist.prepare(net, DelayedScaling(history_len=HISTORY, update="next_step"))
+    optimizers = SGD(net.first.parameters(), lr=0.01), SGD(net.last.parameters(), lr=0.01 if skips else 0.0)
+    manager.attach(optimizer=optimizers, **({"scaler": scaler} if skips else {}))
+    manager._job.compiled = True
+    x, y = batch(0, 0)
+    scaler.scale(nn.functional.mse_loss(net(x), y)).backward()
+    net.last.weight.grad.fill_(torch.inf)
+    scaler.step(optimizers[0])
+    if left_out.endswith("closure"):
+        optimizers[1].step(lambda: torch.zeros(()))
+    else:
+        scaler.step(optimizers[1])
+    assert [sync.phase for sync in manager._syncs] == [Phase.IDLE]
+    assert manager.steps == 1
 
 
 def test_a_watched_scaler_pickles_copies_and_keeps_nothing() -> None:

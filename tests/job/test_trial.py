@@ -76,7 +76,7 @@ def test_gathered_weights_are_tried_as_they_lie(machine: Any, monkeypatch: pytes
         model = nn.Sequential(nn.Linear(144, 144, dtype=torch.bfloat16))
         manager = fp8dist.prepare(model, DelayedScaling(), backend="torch")
         manager._job.gathers = True
-        trial.try_products(model, set())
+        trial.try_products(model, {})
         assert sum(sideways) == expected
 
 

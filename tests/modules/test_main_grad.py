@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import fp8dist
 from fp8dist.checks.computations import computations_of
 from fp8dist.checks.known_calls import ProductOf
-from fp8dist.modules.parts import fp8_parts
 from fp8dist_kernels.taps import tap_on
 from tests.modules.test_foreign_linears import IN, OUT, TOKENS, ColumnParallelLinear
 from tests.support import interpreter  # noqa: F401 - Triton's interpreter stands for a GPU's kernels.
@@ -210,7 +209,7 @@ def test_known_answers_add_as_the_module_does() -> None:
     job = Job()
     for fused in (False, True):
         job.linear.gradient_accumulation_fusion = fused
-        (found,) = computations_of(fp8_parts(job.linear)).values()
+        (found,) = computations_of(job.linear).values()
         assert [one.into for one in found if isinstance(one, ProductOf)] == [False, False, fused]
 
 

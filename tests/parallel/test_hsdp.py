@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fp8dist
 from fp8dist import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8dist.errors import ConfigurationError, DivergenceError
-from fp8dist.parallel.wrappers import multiplied_shape
+from fp8dist.parallel.wrappers import fsdp2_axes, multiplied_shape
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.meshes import (
@@ -270,7 +270,7 @@ def test_what_torchs_replicate_holds_is_cut_by_tensor_parallelism_only(fp8_all_g
         return
     manager.attach(model)  # And does not take the experts for shards.
     up = net.get_submodule("blocks.0.up")
-    assert multiplied_shape(up, True) == (32, 32)  # type: ignore[arg-type]
+    assert multiplied_shape(up, fsdp2_axes(model)) == (32, 32)  # type: ignore[arg-type]
     x, _ = tokens(dist.get_rank() // 2, 0)
 
     def step(batch: Tensor) -> None:
@@ -279,6 +279,35 @@ def test_what_torchs_replicate_holds_is_cut_by_tensor_parallelism_only(fp8_all_g
     with pytest.raises(ConfigurationError, match=r"tensor parallel: pass group="):
         fp8dist.replay(net, step, x)
     assert not fp8dist.replay(net, step, x, group=mesh["dp"]).findings
+
+
+@on_ranks(4)
+def test_a_tied_weight_under_torchs_replicate_is_cut_by_tensor_parallelism_only() -> None:
+    """FSDP2 marks only one of the modules that share it."""
+    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    model: Any = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    fp8dist.prepare(model, group=mesh)
+    parallelize_module(model, mesh["tp"], {"*": ColwiseParallel(output_layouts=Replicate())})
+    model[0].weight = model[1].weight = model[2].weight
+    replicate(model, mesh=mesh["dp"])
+    assert {multiplied_shape(linear, fsdp2_axes(model)) for linear in model} == {(32, 64)}
+
+
+@on_ranks(4)
+def test_ranks_with_other_parts_are_not_compared_while_their_weights_are_gathered() -> None:
+    """As after an evaluation, if FSDP2 does not free them."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    net = make_blocks()
+    manager = fp8dist.prepare(net, group=mesh)
+    parallelize_module(net, mesh["tp"], {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"], reshard_after_forward=False)
+    manager.attach(net)
+    x, _ = tokens(dist.get_rank() // 2, 0)
+    with torch.no_grad():
+        net(x)
+    with pytest.raises(ConfigurationError, match=r"tensor parallel: pass group="):
+        fp8dist.replay(net, lambda batch: net(batch).square().mean().backward(), x)
 
 
 @on_ranks(2)

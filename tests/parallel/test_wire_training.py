@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist import DelayedScaling
@@ -223,11 +224,23 @@ def test_after_a_backward_that_failed() -> None:
     fp8dist.ddp.check_gradients(hook)
 
 
-def _in_ddp(hook_of: Callable[[nn.Module], Any] | None) -> nn.Module:
+class _Repeated(nn.Module):
+    """A module in a reentrant checkpoint."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def _in_ddp(hook_of: Callable[[nn.Module], Any] | None, repeated: bool) -> nn.Module:
     """Return Linears in DDP, two of them in a DDP module inside of it. Both have the hook."""
     torch.manual_seed(0)
     inner = DistributedDataParallel(nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48)), bucket_cap_mb=0.004)
-    model = nn.Sequential(nn.Linear(32, 48), inner, nn.Linear(48, 48), nn.Linear(48, 16))
+    part = _Repeated(inner) if repeated else inner
+    model = nn.Sequential(nn.Linear(32, 48), part, nn.Linear(48, 48), nn.Linear(48, 16))
     ignored = [name for name, _ in model.named_parameters() if name.startswith("1.")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     outer = DistributedDataParallel(model, bucket_cap_mb=0.004)
@@ -238,10 +251,12 @@ def _in_ddp(hook_of: Callable[[nn.Module], Any] | None) -> nn.Module:
     return outer
 
 
+@pytest.mark.parametrize("repeated", [False, True], ids=["", "in a reentrant checkpoint"])
 @on_ranks(2)
-def test_a_hook_for_a_ddp_module_inside_of_another() -> None:
+def test_a_hook_for_a_ddp_module_inside_of_another(repeated: bool) -> None:
     """In a backward, the buckets of the inner one come between those of the outer one."""
-    plain, ddp = (_in_ddp(of) for of in (None, lambda model: fp8dist.ddp.comm_hook(model, gradients="fp8")))
+    hooks = (None, lambda model: fp8dist.ddp.comm_hook(model, gradients="fp8"))
+    plain, ddp = (_in_ddp(of, repeated) for of in hooks)
     with everything_in_fp8():
         several(plain)
         several(ddp)
