@@ -20,6 +20,7 @@ from fp8dist.job.weight_scales import WeightScales
 from fp8dist.modules.job_state import Activity
 from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.precision_control import PrecisionControl
+from fp8dist.state import overwrites
 from fp8dist.state.arena_sync import Phase
 from fp8dist.state.slots import Slot
 from fp8dist_kernels.graphs import compiled_any
@@ -62,6 +63,7 @@ class StepCycle:
         self.measurement = Measurement(state, self.checker)
         self.checks = PeriodicChecks(state, self.checker, self.scales, self.at_rest)
         self.listeners: list[Callable[[bool], None]] = []
+        self._loaded = False  # State was loaded, and no step has ended since.
         self._failure: SyncError | None = None  # Of a commit during a compilation; the next boundary raises it.
         self.job.warned_unsynced = False
 
@@ -116,6 +118,11 @@ class StepCycle:
             self._end_boundary(calibrated, in_graph)
             if not (calibrated or in_graph or self.job.joined):
                 self._notify_listeners(True)
+        elif self._loaded and not (calibrated or in_graph):
+            # The scales are those of the weights before this step, which no amax follows. What is saved must show it.
+            for sync in self.syncs:
+                overwrites.make_cold(sync.arena, range(len(sync.arena)))
+            self._loaded = False
 
     def _notify_listeners(self, took_place: bool) -> None:
         for listener in self.listeners:
@@ -243,6 +250,7 @@ class StepCycle:
         Args:
             step: see ``count_from_state``.
         """
+        self._loaded = True
         self.job.invalidate_casts()
         self.count_from_state(step)
         self.steps.state_loaded(slots)

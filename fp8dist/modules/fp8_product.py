@@ -218,7 +218,7 @@ class _FP8Product(torch.autograd.Function):
                 count_tokens(offsets, call.states[2])
             if wants_bias_grad and slots.adds_in_cast and True in copies:
                 grad_bias = grad_output.new_empty(grad_output.shape[1], dtype=ctx.bias_dtype)
-            limits = slots.policy.limits_in_backward(ctx.outgrown)
+            limits = slots.policy.limits_in_backward(ctx.outgrown, call.record)
             request = Request(
                 call.states[2],
                 Role.GRAD_OUTPUT,

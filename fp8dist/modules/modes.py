@@ -140,7 +140,10 @@ class _Calls:
 
     def __init__(self) -> None:
         self.runs: list[_Run] = []
-        self._lost: Call | None = None
+        # The last of the calls that are no longer kept, and of those of them that a call in another mode followed; each
+        # with the number at which the next run began.
+        self._lost: tuple[Call, int] | None = None
+        self._changed: tuple[Call, int] | None = None
 
     def add(self, mode: Mode, grad: bool) -> None:
         number = _autograd._get_sequence_nr()
@@ -150,7 +153,10 @@ class _Calls:
             run = _Run(number, grad, mode)
             self.runs.append(run)
             if len(self.runs) > _MOST:
-                self._lost = self.runs.pop(0).calls[-1]
+                gone = self.runs.pop(0)
+                self._lost = gone.calls[-1], self.runs[0].first
+                if not gone.mode.equals(self.runs[0].mode):
+                    self._changed = self._lost
         run.mode = mode  # An equal one, but with the newest ``outgrown.scale``.
         run.calls.append((number, regions))
 
@@ -172,13 +178,12 @@ class _Calls:
         return found
 
     def lacks(self, place: _Place, number: int) -> bool:
-        """True if the forward that is repeated is so old that its modes were dropped. ``number``: see ``of``."""
-        if self._lost is None:
+        """True if the forward that is repeated is so old that its modes were dropped, unless all calls since then had
+        the same mode. ``number``: see ``of``."""
+        if not _reaches(self._lost, place, number):
             return False
-        last, regions = self._lost
-        if place.of_node:
-            return last > number
-        return place.unpacks and (place.region in regions or number < self.runs[0].first)
+        changed = any(not run.mode.equals(self.runs[0].mode) for run in self.runs)
+        return changed or _reaches(self._changed, place, number)
 
     def by_number(self, number: int, grad: bool) -> Mode | None:
         """Return the mode of the last run with this ``grad`` that began before the node ``number`` was made. None:
@@ -211,7 +216,7 @@ class Modes:
             grad: True if grad is enabled.
 
         Raises:
-            ConfigurationError: the mode changed more than 32 times since that forward.
+            ConfigurationError: too many forwards followed, in several modes.
         """
         task = torch._C._current_graph_task_id()
         if task == -1 or not self.calls.runs:
@@ -250,6 +255,16 @@ class Modes:
             return modes[-1]
         found = None if place.nested else calls.by_number(number, grad)
         return found or (calls.runs or self.calls.runs)[-1].mode
+
+
+def _reaches(lost: tuple[Call, int] | None, place: _Place, number: int) -> bool:
+    """True if the forward that is repeated made this call or an earlier one. ``number``: see ``_Calls.of``."""
+    if lost is None:
+        return False
+    (last, regions), first = lost
+    if place.of_node:
+        return last > number
+    return place.unpacks and (place.region in regions or number < first)
 
 
 def _regions() -> Regions:

@@ -34,7 +34,7 @@ class Outgrown(NamedTuple):
     Attributes:
         weight: overflow ratio above which the weight is cast with its own amax. None: never.
         others: the same for input and gradient. Set for a copied module whose weight was written to: a copy has no
-            boundaries at which the scales could follow. None: never.
+            boundaries at which the scales could follow. Set for gradients of evaluations. None: never.
         written: True if the weight was written to.
         upstream: 0-d bool on the device, True if another module's weight has outgrown its scale. This module's input
             and gradient are computed from that module's results, so they may not fit their scales either. None: no

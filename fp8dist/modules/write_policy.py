@@ -64,11 +64,18 @@ class WritePolicy:
         upstream = self._upstream(not training)
         return Outgrown(limit if training else self.eval_limit, others, written, upstream, not training)
 
-    def limits_in_backward(self, limits: Outgrown) -> Outgrown:
+    def limits_in_backward(self, limits: Outgrown, record: bool) -> Outgrown:
         """Return the limits for the output gradient: the forward's, with ``upstream`` read again. The gradient comes
-        from later modules, whose weights were cast after this module's forward."""
+        from later modules, whose weights were cast after this module's forward.
+
+        Args:
+            record: False if the gradient's amax is not recorded. In eval mode its scale is then that of training, whose
+                loss may be far smaller, so a gradient beyond it is cast with its own amax.
+        """
         if not self._recipe.delayed or torch.compiler.is_compiling():
             return limits
+        if limits.once and not record:
+            limits = limits._replace(others=self.eval_limit)
         upstream = self._upstream(limits.once)
         return limits if upstream is limits.upstream else limits._replace(upstream=upstream)
 

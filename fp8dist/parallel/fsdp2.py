@@ -23,7 +23,7 @@ from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.parallel.sharded_weight import ForwardState, ShardedWeight, in_backward
-from fp8dist.parallel.torch_internals import FSDPHome, fsdp2_groups, fsdp2_modules
+from fp8dist.parallel.torch_internals import ForwardMethods, FSDPHome, fsdp2_groups, fsdp2_modules
 from fp8dist.parallel.wrappers import (
     fsdp2_axes,
     fsdp2_cut,
@@ -89,11 +89,13 @@ class ShardedWeights:
         meshes = {id(mesh): mesh for weight in weights for mesh, _ in weight.cuts}
         ranks = {rank for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()}
         self._votes = Votes(sorted(ranks))
-        self._handles: list[RemovableHandle] = []
+        self._entered: list[bool] = []  # Of each registered method that runs: True if it is the outermost forward.
+        self._handles: list[RemovableHandle | ForwardMethods] = []
         for module in modules:
             before = module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
             after = module.register_forward_hook(torch.compiler.disable(self._after_forward), always_call=True)
-            self._handles += [before, after]
+            methods = ForwardMethods(module, self._before_method, self._after_method)
+            self._handles += [before, after, methods]
 
     def remove(self) -> None:
         """Remove all hooks, and make FSDP2 gather the weights in high precision. Local."""
@@ -187,7 +189,8 @@ class ShardedWeights:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         """Hook before the forward of each FSDP module. Acts only for the outermost one, and not in a recomputation."""
         settle, fit = self._settle(), self._fit()
-        if self._outermost is not None or settle is None or fit is None or in_backward():
+        inside = self._outermost not in (None, id(module))  # Of the same module: a registered method has raised.
+        if inside or settle is None or fit is None or in_backward():
             return
         settle()
         weights = self._within[id(module)]
@@ -302,6 +305,17 @@ class ShardedWeights:
                 weight.forget_choice()
             self._look_ahead(weight.slots.weight_sync for weight in unfit)
             self.reshard()  # Drops weights gathered with the old scales.
+
+    @torch.compiler.disable
+    def _before_method(self, module: nn.Module, args: Any) -> None:
+        """Act as before a forward. A method may also be called inside of one."""
+        self._entered.append(self._outermost is None)
+        self._before_forward(module, args)
+
+    @torch.compiler.disable
+    def _after_method(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._entered.pop():
+            self._after_forward(module, args, output)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Hook after the forward of each FSDP module, also of one that raised."""

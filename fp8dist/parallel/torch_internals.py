@@ -29,6 +29,8 @@ TESTED = ("2.11", "2.12", "2.13", "2.14")
 # The private names.
 _MARK = "_is_fsdp_managed_module"
 """FSDP1 sets it on the modules inside a wrapper."""
+_STATE = ("_pre_forward", "_post_forward")
+"""Of FSDP2's FSDPState."""
 _GROUP = ("mesh_info", "post_forward_mesh_info", "fsdp_params", "_partial_reduce_output")
 """Of FSDP2's FSDPParamGroup."""
 _PARAMETER = ("unsharded_accumulated_grad", "_unsharded_param", "all_gather_outputs")
@@ -136,6 +138,34 @@ def set_reduce_scatter(module: nn.Module, comm: Any) -> None:
     except ValueError as error:
         raise ConfigurationError(f"gradients in FP8: {error} Exclude this module") from error
     module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+
+
+class ForwardMethods:
+    """Calls ``before`` and ``after`` around the methods of an FSDP2 module that ``register_fsdp_forward_method`` makes
+    forwards. These run no hooks of the module, but look up two functions of its state at each call. Ends with
+    ``remove``. Of modules that share a state, the last one counts.
+    """
+
+    def __init__(
+        self, module: nn.Module, before: Callable[[nn.Module, Any], None], after: Callable[[nn.Module, Any, Any], None]
+    ) -> None:
+        self._state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        self._before, self._after = before, after
+        self._state._pre_forward, self._state._post_forward = self._pre_forward, self._post_forward
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._before(module, args)
+        return type(self._state)._pre_forward(self._state, module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        result = type(self._state)._post_forward(self._state, module, args, output)
+        self._after(module, args, output)
+        return result
+
+    def remove(self) -> None:
+        """Restore the state's own functions."""
+        for name in _STATE:
+            vars(self._state).pop(name, None)
 
 
 class FSDPHome:
@@ -269,6 +299,7 @@ def _missing_of_fsdp2(modules: Iterable[nn.Module]) -> Iterator[str]:
         if not (hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")):
             yield "FSDPState._fsdp_param_groups"
             return
+        yield from (f"FSDPState.{name}" for name in _STATE if not hasattr(type(state), name))
         for group in _groups(state):
             yield from (f"FSDPParamGroup.{name}" for name in _GROUP if not hasattr(group, name))
             parameters = getattr(group, "fsdp_params", ())

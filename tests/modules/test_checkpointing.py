@@ -174,6 +174,8 @@ class Stack(nn.Module):
 
 STEPS = {
     "accumulated": "forward backward evaluate:eval,no_grad forward backward evaluate:eval,no_grad",
+    # As in scheduled sampling: each forward follows one without gradients, and the backwards come last.
+    "sampled": f"{'evaluate:no_grad forward ' * 20}{'backward0 ' * 20}",
     "high_backward": "forward backward:no_fp8",
     "eval_in_backward": "forward backward:eval",
     "trained_in_eval": "forward:eval backward",  # Records nothing, though the backward runs in train().
@@ -188,7 +190,7 @@ STEPS = {
 }
 """What a step does, each in its contexts. ``backward1``: of the second of the forwards in flight."""
 
-MODES = tuple(STEPS)[1:]
+MODES = tuple(STEPS)[2:]
 SOME = ("evaluated_before", "in_flight", "retained")
 
 
@@ -349,6 +351,11 @@ def test_these_tests_do_recompute(kind: str) -> None:
             flight.loss(0).backward()
         counts.append(len(casts))
     assert counts == [6, 10]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_forward_is_repeated_after_many_others_in_its_mode(kind: str) -> None:
+    assert_repeated(kind, ("sampled",))
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant in reentrant"])

@@ -277,6 +277,17 @@ def test_going_on_from_high_precision_without_calibration_warns_once(how: str) -
     assert ["6 of 9 slots had no amax in the first step" in text for _, text in log] == [True] * (how == "as it is")
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_scales_that_a_run_without_fp8_has_loaded_are_cold_after_its_first_step(steps: int) -> None:
+    """No amax follows its weights. Scales from before would cut off what has grown there."""
+    off, resumed = Run(enabled=False), Run()
+    off.resume(Run(steps=3))
+    off.steps(steps)
+    resumed.resume(off)
+    assert resumed.fp8.metrics()["fp8/cold_slots"] == (len(resumed.fp8.slots) if steps else 0)
+    assert resumed.fp8.steps == 3
+
+
 def test_a_resume_by_a_recipe_with_other_gemms_follows_that_recipe() -> None:
     """The checkpoint has only changes: a module that was high by recipe continues in FP8 under a recipe without it."""
     before = Run(DelayedScaling(history_len=4, high_precision=ALL))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +27,7 @@ from tests.support.meshes import mesh_of
 from tests.support.quiet import mlp
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.running import Running
-from tests.support.sharded import Job, TiedEmbedding, fp8_linears, full, seeded, shard
+from tests.support.sharded import Job, TiedEmbedding, arena_bits, fp8_linears, full, seeded, shard
 from tests.support.suite import few
 from tests.support.training import batch, bits, state_bits
 
@@ -226,6 +226,54 @@ def plainly(two_ranks: RankPool) -> Callable[[Job], Any]:
 def test_training_goes_on_as_without(two_ranks: RankPool, plainly: Callable[[Job], Any], what: str) -> None:
     job = HARMLESS[what][0]
     assert two_ranks.run(_trained, job, what) == plainly(job)
+
+
+class Losing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 48), nn.Linear(48, 16)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ZeroDivisionError
+        return nn.functional.mse_loss(self.last(self.first(x).relu()), y)
+
+    forward = loss
+
+
+@pytest.mark.parametrize("root_alone", [False, True])
+@on_ranks(2)
+def test_a_method_that_is_registered_as_a_forward_is_one(root_alone: bool) -> None:
+    """In training and evaluation, after weights were written to, and after a call that raised."""
+    results: list[Any] = []
+    for registered in (False, True):
+        torch.manual_seed(0)
+        model: Any = Losing()
+        manager = prepared(model, group=dist.group.WORLD)
+        called = fully_shard(model) if root_alone else shard(model, True)
+        register_fsdp_forward_method(called, "loss")
+        optimizer = torch.optim.AdamW(called.parameters(), lr=0.03)
+        manager.attach(called, optimizer=optimizer)
+        call, losses = called.loss if registered else called, []
+        for index in range(5):
+            x, y = batch(dist.get_rank(), index)
+            called.eval()
+            with torch.no_grad():
+                losses.append(call(x, y).item())
+            called.train()
+            if index == 2:
+                with pytest.raises(ZeroDivisionError):
+                    call(x * torch.nan, y)
+            loss = call(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if index == 1:
+                with torch.no_grad():
+                    model.last.weight.mul_(8)
+        results.append((losses, arena_bits(manager)))
+    assert results[0] == results[1]
 
 
 @on_ranks(2)
