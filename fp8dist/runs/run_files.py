@@ -48,7 +48,7 @@ class RunFiles:
         Args:
             resume_after: lines of later steps are dropped, except from ``events.jsonl``. None: all lines are.
             names: of the files that are opened.
-            dropped: of the files that are removed if ``resume_after`` is None.
+            dropped: of the files that this run does not write: removed if ``resume_after`` is None.
 
         Raises:
             ConfigurationError: the folder cannot be written to.
@@ -56,9 +56,12 @@ class RunFiles:
         with self._usable():
             for name in names:
                 self._files[name] = opened_lines(self._folder / name, resume_after)
-            for name in dropped if resume_after is None else ():
-                (self._folder / name).unlink(missing_ok=True)
-        self._end_torn_line()
+            for name in dropped:
+                if resume_after is None:
+                    (self._folder / name).unlink(missing_ok=True)
+                else:
+                    keep_lines(self._folder / name, resume_after)
+            self._end_torn_line()
 
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:
