@@ -316,6 +316,15 @@ def test_a_folder_that_cannot_be_written_to_ends_no_step(tmp_path: Path) -> None
     assert [step for step, _, slots in sink.of("numbers")] == [4, 5]
 
 
+def test_lines_that_a_resume_keeps_are_whole_and_of_no_later_step(tmp_path: Path) -> None:
+    good = ['{"step": 1, "x": 1}', '{"x": {"y": 1}, "step": 2}', '{"step": 3}', '{"step": 2, "x": "}{"}']
+    bad = ['{"step": 4}', '{"step": 1, "x": {"step": 2, "x": 1}', '{"step": "1"}', "[]", "{", "", '{"step": 1, "x": 1']
+    path = tmp_path / "scales.jsonl"
+    path.write_text("\n".join(line for lines in zip(bad, [*good, *good]) for line in lines) + "\n" + bad[-1])
+    run_files.keep_lines(path, 3)
+    assert path.read_text().splitlines() == [*good, *good[:3]]
+
+
 def test_a_run_that_goes_on_without_a_watch_drops_what_was_watched_later(tmp_path: Path) -> None:
     state = train(tmp_path, 6).state_dict()
     assert steps(tmp_path, "scales") == [3] * SLOTS + [6] * SLOTS
