@@ -192,12 +192,17 @@ def keep_lines(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     new = path.with_name(path.name + ".new")
-    with path.open("rb") as lines, new.open("wb") as kept:
-        for text in lines:
-            step = _step_of(text)
-            if step is not None and step <= last_step:
-                kept.write(text.rstrip(b"\n") + b"\n")
-    new.replace(path)
+    try:
+        with path.open("rb") as lines, new.open("wb") as kept:
+            for text in lines:
+                step = _step_of(text)
+                if step is not None and step <= last_step:
+                    kept.write(text.rstrip(b"\n") + b"\n")
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink()  # A part of a large file would keep a disk full.
+        raise
 
 
 def _step_of(text: bytes) -> int | None:

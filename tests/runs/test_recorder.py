@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import math
@@ -323,6 +324,19 @@ def test_lines_that_a_resume_keeps_are_whole_and_of_no_later_step(tmp_path: Path
     path.write_text("\n".join(line for lines in zip(bad, [*good, *good]) for line in lines) + "\n" + bad[-1])
     run_files.keep_lines(path, 3)
     assert path.read_text().splitlines() == [*good, *good[:3]]
+
+
+def test_a_resume_on_a_full_disk_leaves_no_part_of_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, 3)
+    before = files(tmp_path)
+
+    def full(text: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_files, "_step_of", full)
+    with pytest.raises(ConfigurationError, match="cannot record there: No space left on device"):
+        Recorder(tmp_path, resume_after=2)
+    assert files(tmp_path) == before
 
 
 def test_a_run_that_goes_on_without_a_watch_drops_what_was_watched_later(tmp_path: Path) -> None:
