@@ -28,7 +28,7 @@ from fp8dist.files.sources import open_source
 from fp8dist.modules.expert_layouts import mixture_of, read_layouts
 from fp8dist.modules.foreign import expert_products
 from fp8dist.state.recipe import Recipe
-from fp8dist.state.slots import clean_fqn
+from fp8dist.state.slots import clean_fqn, plain_fqn
 from fp8dist.state.storage import to_bytes, validated_slots
 from fp8dist_kernels.formats import Role
 
@@ -115,7 +115,7 @@ def exported(path: str, format: str, options: argparse.Namespace, config: Mappin
     matrices = [name for name, (_, shape) in shapes.items() if name.endswith(".weight") and len(shape) == 2]
     others: dict[str, nn.Module] = {name.removesuffix(".weight"): nn.Identity() for name in matrices}
     dtype = options.gathered_in or _noted(source)
-    stored = _stored(source, shapes, bool(settings.get("fp8_all_gather")), dtype)
+    stored = _stored(source, shapes, f"{options.model}.", bool(settings.get("fp8_all_gather")), dtype)
     return listed(format, stored, {**others, **modules}, mixtures, names), manager.steps
 
 
@@ -262,9 +262,11 @@ def _noted(source: Source) -> str | None:
     return text if text in _DTYPES else None
 
 
-def _stored(source: Source, shapes: Shapes, gathered: bool, dtype: str | None) -> Iterator[Stored]:
+def _stored(source: Source, shapes: Shapes, prefix: str, gathered: bool, dtype: str | None) -> Iterator[Stored]:
     for name, (place, shape) in shapes.items():
         own = getattr(torch, source.entries[place].dtype)
         computed = own if dtype is None or not own.is_floating_point else getattr(torch, dtype)
         value = torch.empty(shape, dtype=own, device="meta")
-        yield Stored(name, value, partial(source.read, place), torch.device("cpu"), computed, gathered=gathered)
+        plain = plain_fqn(source.entries[place].name.removeprefix(prefix))
+        device = torch.device("cpu")
+        yield Stored(name, value, partial(source.read, place), device, computed, gathered=gathered, plain=plain)
