@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import glob
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -146,10 +147,14 @@ def _parameters(source: Source, key: str) -> Shapes:
     """Return (place in the source, shape) of the model's tensors, by the names that the FP8 state has for modules."""
     prefix = f"{key}."
     found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    mine = [entry.name.removeprefix(prefix) for entry in source.entries if entry.name.startswith(prefix)]
+    count = Counter(map(clean_fqn, mine))
     for place, entry in enumerate(source.entries):
         if entry.kind != "parameter" or not entry.name.startswith(prefix):
             continue
         name = clean_fqn(entry.name.removeprefix(prefix))
+        if count[name] > 1 and len(entry.shape) < 2:  # Not in FP8: a part that is called "module" may tell them apart.
+            name = plain_fqn(entry.name.removeprefix(prefix))
         if _EXTRA_STATE_KEY_SUFFIX in name.split("."):
             continue
         if name in found:

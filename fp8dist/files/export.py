@@ -135,10 +135,10 @@ def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
     reshard(fsdp2_modules(inner))  # The parameters that are read below must be the shards.
     if cycle.scales.sharded is not None:
         cycle.scales.sharded.fit_scales()
-    modules = {clean_fqn(name): module for name, module in inner.named_modules(remove_duplicate=False)}
     names = expert_names(inner)
     mixtures = {clean_fqn(name): module for name, module in mixtures_of(inner, names)}
-    matrices = {name: module for name, module in modules.items() if _has_matrix(module)}
+    every = [(clean_fqn(name), each) for name, each in inner.named_modules(remove_duplicate=False) if _has_matrix(each)]
+    matrices = dict(sorted(every, key=lambda named: isinstance(named[1], FP8Linear)))  # Of two with one name, that one.
     return listed(format, _stored(inner, cycle), matrices, mixtures, names, lambda: job.boundaries)
 
 
@@ -238,6 +238,7 @@ def listed(
     in_fp8 = {name for name, module in modules.items() if isinstance(module, FP8Linear) and _in_fp8(module)}
     tensors = list(tensors)
     once, tied = _once(tensors, in_fp8)
+    _require_distinct(once, {*in_fp8, *mixtures})
     grids = _grids(once, modules, in_fp8)
     names = names or ExpertNames()
     parts = [_part_of(format, stored, modules, mixtures, names, in_fp8, grids) for stored in once]
@@ -312,6 +313,18 @@ def _require_all(
         raise ConfigurationError(f"{module} is in FP8, but state_dict() has no {lost[0]}: a hook renames it")
     if not found:
         raise ConfigurationError("nothing to export in FP8: every module is in high precision")
+
+
+def _require_distinct(once: Iterable[Stored], modules: Set[str]) -> None:
+    """Raise ConfigurationError if two tensors have one name in the FP8 state, and one of ``modules`` has it."""
+    first: dict[str, Stored] = {}
+    for one in once:
+        other = first.setdefault(one.name, one)
+        if other is not one and one.name.rpartition(".")[0] in modules:
+            raise ConfigurationError(
+                f"{other.plain} and {one.plain} have one name in the FP8 state, {one.name}, because wrappers call a "
+                'part "module", too: rename yours'
+            )
 
 
 def _require_untied(tied: Mapping[str, str], mixtures: Mapping[str, nn.Module]) -> None:

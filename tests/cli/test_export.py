@@ -117,6 +117,30 @@ def test_a_module_of_the_program_that_is_called_module_keeps_its_name(tmp_path: 
     assert plain_fqn("module.a.module.b._orig_mod.module.c", {"a"}) == "a.b.module.c"
 
 
+class _Normed(nn.Module):
+    def __init__(self, norm: nn.Module, linear: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, linear
+
+
+def test_names_that_differ_by_a_part_called_module_alone(tmp_path: Path, capsys: Capture) -> None:
+    """Those of tensors in high precision are told apart. That of a weight in FP8 is not, because slots have no such
+    part."""
+    for linear, code in ((nn.Identity(), 0), (nn.Linear(32, 32), UNREADABLE)):
+        inner = _Residual(_Normed(nn.LayerNorm(32), nn.Linear(32, 32)))
+        inner.norm, inner.linear = nn.LayerNorm(32), linear
+        model = nn.Sequential(inner)
+        manager = fp8dist.prepare(model).attach()
+        dcp.save({"model": model.state_dict(), "fp8": manager}, checkpoint_id=tmp_path / str(code))
+        assert main(["export", str(tmp_path / str(code)), "--out", str(tmp_path / f"out-{code}")]) == code
+        if code == 0:
+            assert tensor_bits(read(tmp_path / "out-0")) == tensor_bits(dict(fp8dist.exported(manager)))
+            continue
+        assert "has 0.linear.weight twice" in capsys.readouterr().err
+        with pytest.raises(fp8dist.ConfigurationError, match=r"^0\.module\.linear\.weight and 0\.linear\.weight"):
+            fp8dist.exported(manager)
+
+
 def _with_settings(manager: fp8dist.StateManager, settings: object) -> dict[str, bytes]:
     """Return the FP8 state with other settings than the manager's."""
     ((name, data),) = manager.state_dict().items()
