@@ -6,7 +6,7 @@ from typing import Any
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.integrations.stacks import RunLog, RunTarget, install, world
+from fp8dist.integrations.stacks import RunLog, RunTarget, install, state_of_all_ranks, world
 from fp8dist.state.recipe import Recipe
 
 try:
@@ -54,8 +54,23 @@ def prepare(
     if run is not None:
         accelerator.trackers.append(_Tracker(RunLog(run, manager)))
     manager.attach(model, optimizer=optimizer, scaler=accelerator.scaler)
-    accelerator.register_for_checkpointing(manager)
+    accelerator.register_for_checkpointing(_State(manager))
     return manager, model, optimizer, *others
+
+
+class _State:
+    """The FP8 state in Accelerate's checkpoints, which rank 0 writes."""
+
+    def __init__(self, manager: fp8dist.StateManager) -> None:
+        self._manager = manager
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return the state of all ranks. COLLECTIVE."""
+        return state_of_all_ranks(self._manager)
+
+    def load_state_dict(self, state_dict: dict[str, bytes]) -> None:
+        """Load this rank's state. Local."""
+        self._manager.load_state_dict(state_dict)
 
 
 class _Tracker(GeneralTracker):

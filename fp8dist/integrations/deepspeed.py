@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.integrations.calls import require_steps_of
-from fp8dist.integrations.stacks import FP8Steps, install
+from fp8dist.integrations.stacks import FP8Steps, install, state_of_all_ranks
 from fp8dist.job.manager import Internals
 from fp8dist.state.groups import has_base
 
@@ -80,7 +78,7 @@ class _EngineSteps(FP8Steps):
 
     def save_checkpoint(self: Any, save_dir: Any, tag: Any = None, client_state: Any = None, **options: Any) -> Any:
         """Save, with the FP8 state in the client state. COLLECTIVE."""
-        state = _of_all_ranks(self.fp8_manager.state_dict())
+        state = state_of_all_ranks(self.fp8_manager)
         return super().save_checkpoint(save_dir, tag, {**(client_state or {}), KEY: state}, **options)  # type: ignore[misc]
 
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -89,14 +87,6 @@ class _EngineSteps(FP8Steps):
         if path is not None:
             self.load_fp8(client_state.pop(KEY, None), path)
         return path, client_state
-
-
-def _of_all_ranks(state: dict[str, bytes]) -> dict[str, bytes]:
-    """Add what other ranks do not share, because not every rank writes a client state. COLLECTIVE."""
-    own = {key: value for key, value in state.items() if key != "shared"}
-    gathered: list[Any] = [own] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    return state | {key: value for theirs in gathered for key, value in theirs.items()}
 
 
 def _require_engine(engine: Any, manager: fp8dist.StateManager) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
-from fp8dist.integrations.stacks import RunLog, RunTarget, install, world
+from fp8dist.integrations.stacks import RunLog, RunTarget, install, state_of_all_ranks, world
 from fp8dist.parallel.wrappers import is_sharded
 from fp8dist.state.recipe import Recipe
 
@@ -96,8 +96,8 @@ class FP8Precision(Precision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the FP8 state, for Lightning's checkpoint. Local."""
-        return {} if self.manager is None else self.manager.state_dict()
+        """Return the FP8 state of all ranks, for Lightning's checkpoint, which rank 0 may write alone. COLLECTIVE."""
+        return {} if self.manager is None else state_of_all_ranks(self.manager)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the FP8 state of a checkpoint. Local."""

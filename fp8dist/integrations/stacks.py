@@ -16,7 +16,7 @@ from torch import Tensor
 import fp8dist
 from fp8dist.job.manager import Internals
 
-__all__ = ["TESTED", "FP8Steps", "RunLog", "RunTarget", "caller", "install", "world"]
+__all__ = ["TESTED", "FP8Steps", "RunLog", "RunTarget", "caller", "install", "state_of_all_ranks", "world"]
 
 logger = logging.getLogger("fp8dist")
 
@@ -139,6 +139,17 @@ class FP8Steps:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def state_of_all_ranks(manager: fp8dist.StateManager) -> dict[str, bytes]:
+    """Return the FP8 state with what other ranks do not share, for a checkpoint that one rank writes. COLLECTIVE."""
+    state = manager.state_dict()
+    if world() is None:
+        return state
+    own = {key: value for key, value in state.items() if key != "shared"}
+    gathered: list[Any] = [own] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return state | {key: value for theirs in gathered for key, value in theirs.items()}
 
 
 def caller(kind: type) -> tuple[Any, dict[str, Any]]:

@@ -27,7 +27,7 @@ from fp8dist.parallel.fsdp2 import require_whole_blocks
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import require_checkable
 from fp8dist.parallel.wrappers import fsdp2_cut, managed_from_outside, mesh_ranks, multiplied_shape
-from fp8dist.state.groups import is_dtensor
+from fp8dist.state.groups import has_base, is_dtensor
 from fp8dist.state.slots import clean_fqn
 from fp8dist_kernels import BLOCK
 from fp8dist_kernels.formats import Role
@@ -42,6 +42,12 @@ def require_fitting(
     """Raise ConfigurationError if the model as it is wrapped now, or an optimizer, does not fit the state. Local."""
     settings = cycle.settings
     _require_own(model, cycle)
+    if settings.enabled and optimizers and has_base(whole, "DeepSpeedEngine"):
+        raise ConfigurationError(
+            "attach(optimizer=…): DeepSpeed steps an optimizer once for each group of parameters, and each would count "
+            "as an FP8 step: call fp8dist.integrations.deepspeed.attach(manager, engine). DeepSpeed inside Accelerate "
+            "or Transformers is not supported"
+        )
     if settings.check_every:
         require_checkable(whole)
     _require_products(model, whole, resharded)

@@ -212,6 +212,7 @@ ADAPTER = Adapter(
         "ddp": (_resumed, False, {}),
         "fsdp2": (_resumed, True, {}),
         "fp8 gather": (_resumed, True, {"fp8_all_gather": True}),
+        "own state": (_resumed, False, {"amax_sync": False}),
     },
     diverged={"a parameter": ("2.bias", (_diverged,))},
     undisturbed={"evaluations, other models": (_undisturbed,)},

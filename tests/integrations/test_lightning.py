@@ -122,7 +122,7 @@ def _as_by_hand(folder: str, accumulate: int) -> None:
     assert same(found, _by_hand(accumulate))
 
 
-def _resumed(folder: str, shards: bool) -> None:
+def _resumed(folder: str, shards: bool, amax_sync: bool = True) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from fp8dist.integrations.lightning import FP8Precision
@@ -130,7 +130,8 @@ def _resumed(folder: str, shards: bool) -> None:
     def run(resume: str | None) -> Kept:
         saves = ModelCheckpoint(folder, filename="at-{step}", every_n_train_steps=8, save_top_k=-1)
         options = {"enable_checkpointing": True, "callbacks": [saves]}
-        trainer = _trainer(FP8Precision(fp8_all_gather=shards), folder, shards, **options)
+        precision = FP8Precision(fp8_all_gather=shards, amax_sync=amax_sync)
+        trainer = _trainer(precision, folder, shards, **options)
         module = _module("right" if shards else None)
         loader = torch.utils.data.DataLoader(Batches(0 if resume is None else 8), batch_size=None)
         trainer.fit(module, loader, ckpt_path=resume, weights_only=False)
@@ -284,7 +285,7 @@ def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], 
 
 ADAPTER = Adapter(
     by_hand={"1": (_as_by_hand, 1), "3": (_as_by_hand, 3), "a GAN": (_gan,)},
-    resumed={"ddp": (_resumed, False), "fsdp2": (_resumed, True)},
+    resumed={"ddp": (_resumed, False), "fsdp2": (_resumed, True), "own state": (_resumed, False, False)},
     diverged={"a parameter": ("net.2.bias", (_diverged,))},
     undisturbed={"validation": (_validated,)},
     refused={"misuse": (_misused,)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -54,3 +55,12 @@ def test_the_ddp_of_another_model_says_nothing_about_this_one() -> None:
     student = make_net()
     manager = fp8dist.prepare(student, group=alone)  # type: ignore[arg-type]
     manager.attach(nn.ModuleDict({"teacher": DistributedDataParallel(make_net()), "student": student}))
+
+
+def test_the_optimizer_of_a_deepspeed_engine_is_refused() -> None:
+    """As Accelerate and Transformers would attach: it is stepped once for each group of parameters."""
+    engine = type("DeepSpeedEngine", (nn.Module,), {})()
+    engine.module = make_net()
+    optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"deepspeed\.attach\(manager, engine\)"):
+        fp8dist.prepare(engine.module).attach(engine, optimizer=optimizer)
