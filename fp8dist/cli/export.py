@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import glob
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from fp8dist.files.sources import open_source
 from fp8dist.modules.expert_layouts import mixture_of, read_layouts
 from fp8dist.modules.foreign import expert_products
 from fp8dist.state.recipe import Recipe
-from fp8dist.state.slots import clean_fqn
+from fp8dist.state.slots import clean_fqn, plain_fqn
 from fp8dist.state.storage import to_bytes, validated_slots
 from fp8dist_kernels.formats import Role
 
@@ -115,7 +116,7 @@ def exported(path: str, format: str, options: argparse.Namespace, config: Mappin
     matrices = [name for name, (_, shape) in shapes.items() if name.endswith(".weight") and len(shape) == 2]
     others: dict[str, nn.Module] = {name.removesuffix(".weight"): nn.Identity() for name in matrices}
     dtype = options.gathered_in or _noted(source)
-    stored = _stored(source, shapes, bool(settings.get("fp8_all_gather")), dtype)
+    stored = _stored(source, shapes, f"{options.model}.", bool(settings.get("fp8_all_gather")), dtype)
     return listed(format, stored, {**others, **modules}, mixtures, names), manager.steps
 
 
@@ -146,10 +147,14 @@ def _parameters(source: Source, key: str) -> Shapes:
     """Return (place in the source, shape) of the model's tensors, by the names that the FP8 state has for modules."""
     prefix = f"{key}."
     found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    mine = [entry.name.removeprefix(prefix) for entry in source.entries if entry.name.startswith(prefix)]
+    count = Counter(map(clean_fqn, mine))
     for place, entry in enumerate(source.entries):
         if entry.kind != "parameter" or not entry.name.startswith(prefix):
             continue
         name = clean_fqn(entry.name.removeprefix(prefix))
+        if count[name] > 1 and len(entry.shape) < 2:  # Not in FP8: a part that is called "module" may tell them apart.
+            name = plain_fqn(entry.name.removeprefix(prefix))
         if _EXTRA_STATE_KEY_SUFFIX in name.split("."):
             continue
         if name in found:
@@ -262,9 +267,11 @@ def _noted(source: Source) -> str | None:
     return text if text in _DTYPES else None
 
 
-def _stored(source: Source, shapes: Shapes, gathered: bool, dtype: str | None) -> Iterator[Stored]:
+def _stored(source: Source, shapes: Shapes, prefix: str, gathered: bool, dtype: str | None) -> Iterator[Stored]:
     for name, (place, shape) in shapes.items():
         own = getattr(torch, source.entries[place].dtype)
         computed = own if dtype is None or not own.is_floating_point else getattr(torch, dtype)
         value = torch.empty(shape, dtype=own, device="meta")
-        yield Stored(name, value, partial(source.read, place), torch.device("cpu"), computed, gathered=gathered)
+        plain = plain_fqn(source.entries[place].name.removeprefix(prefix))
+        device = torch.device("cpu")
+        yield Stored(name, value, partial(source.read, place), device, computed, gathered=gathered, plain=plain)

@@ -46,7 +46,7 @@ from fp8dist.parallel.torch_internals import fsdp1_modules, fsdp2_gathered_dtype
 from fp8dist.parallel.wrappers import compute_devices, fsdp2_axes, reshard
 from fp8dist.state.groups import has_base, is_dtensor
 from fp8dist.state.recipe import By, Recipe
-from fp8dist.state.slots import clean_fqn
+from fp8dist.state.slots import clean_fqn, plain_fqn
 
 Known = tuple[Grid, torch.Size, By]
 """The parts of a weight that share a scale, its shape, and what has a scale under its recipe."""
@@ -135,10 +135,10 @@ def export_of(cycle: StepCycle, model: nn.Module, format: str) -> Export:
     reshard(fsdp2_modules(inner))  # The parameters that are read below must be the shards.
     if cycle.scales.sharded is not None:
         cycle.scales.sharded.fit_scales()
-    modules = {clean_fqn(name): module for name, module in inner.named_modules(remove_duplicate=False)}
     names = expert_names(inner)
     mixtures = {clean_fqn(name): module for name, module in mixtures_of(inner, names)}
-    matrices = {name: module for name, module in modules.items() if _has_matrix(module)}
+    every = [(clean_fqn(name), each) for name, each in inner.named_modules(remove_duplicate=False) if _has_matrix(each)]
+    matrices = dict(sorted(every, key=lambda named: isinstance(named[1], FP8Linear)))  # Of two with one name, that one.
     return listed(format, _stored(inner, cycle), matrices, mixtures, names, lambda: job.boundaries)
 
 
@@ -189,6 +189,7 @@ def _require_readable(model: nn.Module) -> None:
 def _stored(model: nn.Module, cycle: StepCycle) -> Iterator[Stored]:
     """Yield the tensors of the model's state_dict."""
     dtypes = fsdp2_gathered_dtypes(model)
+    ddp = {plain_fqn(name) for name, module in model.named_modules() if has_base(module, "DistributedDataParallel")}
     sharded = (
         {}
         if cycle.scales.sharded is None
@@ -209,6 +210,7 @@ def _stored(model: nn.Module, cycle: StepCycle) -> Iterator[Stored]:
                 dtypes.get(key, value.dtype),
                 fsdp_axes=axes.get(key, 0),
                 sharded=sharded.get(key),
+                plain=plain_fqn(name, ddp),
             )
 
 
@@ -233,19 +235,23 @@ def listed(
         ConfigurationError: see ``export_of``.
     """
     in_fp8 = {name for name, module in modules.items() if isinstance(module, FP8Linear) and _in_fp8(module)}
+    tensors = list(tensors)
     once, tied = _once(tensors, in_fp8)
+    _require_distinct(once, {*in_fp8, *mixtures})
     grids = _grids(once, modules, in_fp8)
     names = names or ExpertNames()
     parts = [_part_of(format, stored, modules, mixtures, names, in_fp8, grids) for stored in once]
     _require_untied(tied, mixtures)
     _require_all(parts, once, tied, in_fp8, mixtures)
-    served = names.served
-    high = [name for part in parts if part.scheme is None for name in part.linears]
+    plain = {one.name: one.plain for one in tensors}
+    plain |= {module: one.served(module) for one in once if (module := _module_of(one))}
+    renamed = [_renamed(part, partial(_served, names, stored)) for part, stored in zip(parts, once)]
+    high = [name for part in renamed if part.scheme is None for name in part.linears]
     found = Export(
         format,
-        [_renamed(part, served) for part in parts],
-        [served(name) for name in (*(name for name in modules if name not in in_fp8), *high)],
-        {served(name): served(owner) for name, owner in tied.items()},
+        renamed,
+        [*(names.served(plain.get(name, name)) for name in modules if name not in in_fp8), *high],
+        {names.served(plain[name]): names.served(plain[owner]) for name, owner in tied.items()},
         any(is_dtensor(stored.value) for stored in once),
         moment,
     )
@@ -308,6 +314,18 @@ def _require_all(
         raise ConfigurationError("nothing to export in FP8: every module is in high precision")
 
 
+def _require_distinct(once: Iterable[Stored], modules: Set[str]) -> None:
+    """Raise ConfigurationError if two tensors have one name in the FP8 state, and one of ``modules`` has it."""
+    first: dict[str, Stored] = {}
+    for one in once:
+        other = first.setdefault(one.name, one)
+        if other is not one and one.name.rpartition(".")[0] in modules:
+            raise ConfigurationError(
+                f"{other.plain} and {one.plain} have one name in the FP8 state, {one.name}, because wrappers call a "
+                'part "module", too: rename yours'
+            )
+
+
 def _require_untied(tied: Mapping[str, str], mixtures: Mapping[str, nn.Module]) -> None:
     """Raise ConfigurationError if experts share a weight with another module."""
     for name, owner in tied.items():
@@ -316,6 +334,11 @@ def _require_untied(tied: Mapping[str, str], mixtures: Mapping[str, nn.Module]) 
                 f"{name} is the same tensor as {owner}: experts that share weights have no place in an export: give "
                 "each mixture its own"
             )
+
+
+def _served(names: ExpertNames, stored: Stored, name: str) -> str:
+    """Return the exported name of a module or tensor that comes from a stored tensor."""
+    return names.served(stored.served(name))
 
 
 def _renamed(part: ExportPart, served: Callable[[str], str]) -> ExportPart:

@@ -38,6 +38,8 @@ class Stored(NamedTuple):
         fsdp_axes: how many of the first axes of its mesh are FSDP2's; 0: it is not under FSDP2.
         sharded: its ``ShardedWeight``, if FSDP2 gathers it in FP8.
         gathered: True if it comes from a checkpoint of a job in which FSDP2 gathered it in FP8.
+        plain: its name as servers know it, see ``plain_fqn``: unlike ``name`` with parts of the program's own that are
+            called "module".
     """
 
     name: str
@@ -48,6 +50,12 @@ class Stored(NamedTuple):
     fsdp_axes: int = 0
     sharded: ShardedWeight | None = None
     gathered: bool = False
+    plain: str = ""
+
+    def served(self, name: str) -> str:
+        """Return the plain name of a module or tensor of the module that holds this tensor."""
+        clean, plain = (of.rpartition(".")[0] for of in (self.name, self.plain))
+        return ".".join(part for part in (plain, name[len(clean) :].removeprefix(".")) if part)
 
 
 def whole(stored: Stored, dtype: torch.dtype | None = None) -> Tensor:

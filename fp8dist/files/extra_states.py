@@ -6,10 +6,10 @@ Formats that ``get_extra_state`` returns (TransformerEngine's ``pytorch/module/b
 
 ===============  ======================================================================================
 up to 0.2        a list: scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd, and more
-0.x              a dict of these by name, with ``extra_fp8_variables``
-0.x, 1.x         ``io.BytesIO`` of ``torch.save`` of the dict; for ONNX a uint8 tensor of its pickle
-1.x              a uint8 tensor of the dict's pickle
-2.x              the same with ``recipe``, an object of ``transformer_engine.common.recipe``
+0.3 to 0.7       a dict of these by name, with ``extra_fp8_variables``
+0.8 to 0.11      a uint8 tensor of the dict's pickle
+0.12 to 1.13     ``io.BytesIO`` of ``torch.save`` of the dict; for ONNX a uint8 tensor of its pickle
+2.x              a uint8 tensor of its pickle, with ``recipe``, an object of ``transformer_engine.common.recipe``
 ===============  ======================================================================================
 
 The entry of a module that has not run in FP8 is None, an empty tensor, or a pickle of None. With a recipe that has no
@@ -234,8 +234,10 @@ class _Direction:
             )
         if not bool(((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()).all()):
             raise CheckpointError(f"scale_{direction} holds a scale that is not positive and finite")
-        if not bool(((history >= 0) & history.isfinite()).all()):
-            raise CheckpointError(f"amax_history_{direction} holds an amax that is negative or not finite")
+        if bool((history < 0).any()):
+            raise CheckpointError(f"amax_history_{direction} holds a negative amax")
+        # TransformerEngine keeps an amax that was not finite, and no scale is made of it.
+        self._history = history.where(history.isfinite(), 0)
 
     def __len__(self) -> int:
         return len(self._scale)

@@ -71,11 +71,11 @@ def load_transformer_engine(
     Local; call it on all ranks alike. Nothing inside a pickle is imported or called. Amaxes that were recorded since
     the last boundary are dropped.
 
-    Of a history that is longer than this recipe's, the newest entries are kept. A slot is cold if its entry has neither
-    a scale nor an amax. Saved scales are kept, unless this model computes scales by another rule (another format or
-    margin, powers of two), or TransformerEngine had not yet computed a scale from the newest amax. Then the scale is
-    computed anew from the amax history, or, if that is empty, from the amax that gives the saved scale under
-    TransformerEngine's rule. The step counter does not change.
+    Of a history that is longer than this recipe's, the newest entries are kept. Amaxes that are not finite are dropped.
+    A slot is cold if its entry has neither a scale nor an amax. Saved scales are kept, unless this model computes
+    scales by another rule (another format or margin, powers of two), or TransformerEngine had not yet computed a scale
+    from the newest amax. Then the scale is computed anew from the amax history, or, if that is empty, from the amax
+    that gives the saved scale under TransformerEngine's rule. The step counter does not change.
 
     Args:
         manager: the StateManager of this model.

@@ -132,21 +132,31 @@ class Recorder:
             inside = Internals(manager)
             inside.cycle.listeners.append(self._step_ended)
             inside.cycle.checker.on_checked.append(self._log_checked)
+        self._early: list[dict[str, Any]] = []  # Events before the run begins.
         self._awaits_state = resume_after == "state"
         if not self._awaits_state:
             self._begin(known)
 
-    def _begin(self, after: int | None) -> None:
-        """Begin a run, or continue it after a step."""
+    def _begin(self, after: int | None, in_step: bool = False) -> None:
+        """Begin a run, or continue it after a step. ``in_step``: only warn if the folder cannot be written to. An error
+        on one rank would leave the others in their next collective."""
         self._awaits_state = False
         if self._files is None:
             return
         names = [METRICS, RANKS, *((SCALES,) if self._watches else ())]
         if self._watches and describe(self._manager)["experts"]:
             names.append(EXPERTS)
-        self._files.begin(after, names, {SCALES, EXPERTS}.difference(names))  # Those of a run that had them.
+        try:
+            self._files.begin(after, names, {SCALES, EXPERTS}.difference(names))  # Those of a run that had them.
+        except ConfigurationError as error:
+            if not in_step:
+                raise
+            logger.warning("fp8dist: nothing is recorded: %s", error)
         self._last_step, self._synced = after or 0, (after or 0, 0.0)
         self.event("start", self._last_step, resumed_after=after, ranks=world_size())
+        early, self._early = self._early, []
+        for line in early:
+            self._add_event(line)
         self._log_checked()
         self._describe()
 
@@ -154,7 +164,7 @@ class Recorder:
         """Begin if that has waited for the state. ``step``: one that has just ended, if it is not known otherwise."""
         if self._awaits_state and self._files is not None:
             began = describe(self._manager)["began_after"]
-            self._begin((step - 1 if began is None else began) or None)
+            self._begin((step - 1 if began is None else began) or None, in_step=True)
 
     def __enter__(self) -> Recorder:
         return self
@@ -241,11 +251,15 @@ class Recorder:
             line = json.loads(json.dumps({"step": step, "time": time.time(), "kind": kind, **fields}, default=str))
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"recorder.event({kind!r}): a field is no JSON: {error}") from None
-        self._begin_by_state(step)
-        if self._files is None:
-            return
-        self._files.add(EVENTS, [line])
-        self._exporters.call("event", line)
+        if not self._awaits_state:
+            self._add_event(line)
+        elif self._files is not None:  # Which lines of an earlier run stay is not known yet.
+            self._early.append(line)
+
+    def _add_event(self, line: dict[str, Any]) -> None:
+        if self._files is not None:
+            self._files.add(EVENTS, [line])
+            self._exporters.call("event", line)
 
     def log_check(self, step: int, report: Divergence) -> None:
         """Write what a check by ``fp8dist.check`` found after a step: an event "checked", or "diverged", or both if it
@@ -267,7 +281,9 @@ class Recorder:
         """
         if self._files is None:
             return
-        if self._awaits_state:  # Nothing was recorded: an earlier run stays.
+        if self._early and (not (self.folder / METRICS).exists() or describe(self._manager)["began_after"]):
+            self._begin_by_state(1)
+        if self._awaits_state:  # No step was recorded: an earlier run stays.
             self._files.close()
             self._files = None
             return
@@ -296,7 +312,9 @@ class Recorder:
         self._exporters.call("write", seen.step, {}, seen.slots)
 
     def _step_ended(self, took_place: bool) -> None:
-        if not took_place:
+        if took_place:
+            self._begin_by_state(self._manager.run_step)
+        else:
             self._skipped_at = self._manager.run_step
 
     def _on_event(self, event: Any) -> None:

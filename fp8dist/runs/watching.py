@@ -92,7 +92,7 @@ def describe(manager: StateManager) -> dict[str, Any]:
         gemms = {gemm: "fp8" if row.fp8 and not all(gemm in high for high in highs) else "high" for gemm in GEMMS}
         modules.append({"module": row.fqn, "flops": 2 * row.parameters, "gemms": gemms, "reason": row.reason})
         modules[-1] |= {"experts": row.experts} if row.experts else {}
-    specs = sorted(spec for sync in cycle.syncs for spec in sync.arena.specs)
+    slots = sorted((spec.slot, spec.format, sync.arena.recipe) for sync in cycle.syncs for spec in sync.arena.specs)
     return {
         "attached": cycle.job.attached,
         "writes": cycle.state.logs and (any(cycle.groups) or own_rank() == 0),
@@ -102,7 +102,10 @@ def describe(manager: StateManager) -> dict[str, Any]:
         "experts": any(sync.experts for sync in cycle.syncs),
         "recipe": str(manager.recipe),
         "modules": modules,
-        "slots": [{"slot": str(slot), "format": format.name, "max": format.max} for slot, format, _ in specs],
+        "slots": [
+            {"slot": str(slot), "format": format.name, "max": format.max, "trouble": recipe.share_limits._asdict()}
+            for slot, format, recipe in slots
+        ],
     }
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -21,6 +21,14 @@ from fp8dist_kernels.formats import NVFP4, Format, Role, formats_by_role
 
 By = Literal["tensor", "row", "block", "mx", "nvfp4"]
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
+
+
+class ShareLimits(NamedTuple):
+    """From which share of a tensor's elements on, saturated or flushed to zero, its slot is in trouble: more than the
+    casts of a sound run lose. Delayed scaling cuts off single elements of one."""
+
+    saturated: float = 1e-3
+    underflow: float = 1e-2
 
 
 class Recipe:
@@ -60,6 +68,11 @@ class Recipe:
     def format_of(self, role: Role) -> Format:
         """Return the FP8 format that tensors of ``role`` are cast to."""
         return formats_by_role(self.format)[role]
+
+    @property
+    def share_limits(self) -> ShareLimits:
+        """From which shares of saturated and flushed elements on a slot of this recipe is in trouble."""
+        return ShareLimits()
 
     def describe(self) -> dict[str, Any]:
         """Return all fields as plain JSON values, for the manifest. A callable is described by its name."""
@@ -236,6 +249,12 @@ class MXFP8Scaling(Recipe):
         require_choice("scale_rounding", self.scale_rounding, ("down", "up"))
         super().__post_init__()
 
+    @property
+    def share_limits(self) -> ShareLimits:
+        """See ``Recipe``. A scale that is rounded down cuts off elements by up to an eighth: 0.3 to 0.8 % of normally
+        distributed ones, and 9.4 % of weights that are uniform up to a power of two, as ``nn.Linear`` makes them."""
+        return ShareLimits(saturated=0.2) if self.scale_rounding == "down" else ShareLimits()
+
 
 @check_fields
 @dataclass(frozen=True)
@@ -284,6 +303,12 @@ class NVFP4Scaling(Recipe):
     def format_of(self, role: Role) -> Format:
         """See ``Recipe``."""
         return NVFP4
+
+    @property
+    def share_limits(self) -> ShareLimits:
+        """See ``Recipe``. E2M1 has nothing below a twelfth of a block's amax: 4 to 7 % of normally distributed elements
+        become zero, and 16 % of those behind a GELU."""
+        return ShareLimits(underflow=0.5)
 
 
 def gemms_in_order(name: str, value: object) -> tuple[Gemm, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from fp8dist.common.names import require_choice
@@ -35,6 +35,17 @@ class SlotSpec(NamedTuple):
 def clean_fqn(fqn: str) -> str:
     """Return the fqn without the components that DDP, FSDP1, torch.compile and checkpoint wrappers add."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPER_PREFIXES)
+
+
+def plain_fqn(fqn: str, wrapped: Collection[str] = ()) -> str:
+    """Return the fqn with the parts that the program gave: unlike ``clean_fqn`` with those called "module", too, but at
+    the start and in a DDP module. ``wrapped``: fqns of DDP modules within, as this function returns them."""
+    found: list[str] = []
+    for part in fqn.split("."):
+        of_wrapper = part == "module" and (not found or ".".join(found) in wrapped)
+        if not of_wrapper and (part == "module" or part not in _WRAPPER_PREFIXES):
+            found.append(part)
+    return ".".join(found)
 
 
 def parse_role(role: str) -> Role:

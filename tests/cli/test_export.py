@@ -14,6 +14,7 @@ from torch import nn
 
 import fp8dist
 from fp8dist.cli.main import UNREADABLE, USAGE, main
+from fp8dist.state.slots import plain_fqn
 from fp8dist.state.storage import from_bytes, to_bytes
 from launch.train_gpt.model import GPT
 from tests.support.main_job import ALONE, RANKS, TINY, finish
@@ -84,6 +85,60 @@ def test_wrappers_and_extra_state_leave_no_trace(tmp_path: Path, capsys: Capture
         told = "0: its weight is stored as [in_features, out_features]" in capsys.readouterr().err
         assert told is (code == USAGE)
     assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(fp8dist.exported(manager)))
+
+
+class _Residual(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.module(x)
+        return result
+
+
+def test_a_module_of_the_program_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
+    """Servers read the names of the model's state_dict. Of a wrapper, "module" is no part of these."""
+    model = nn.Sequential(_Residual(nn.Linear(32, 32)), _Residual(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32))))
+    model.append(nn.Linear(32, 32, bias=False))
+    manager = fp8dist.prepare(model, skip="2").attach()
+    inside = dict(fp8dist.exported(manager))
+    weights = {"0.module.weight", "1.module.1.weight"}
+    assert inside.keys() == {*model.state_dict(), *(f"{name}_scale" for name in weights)}
+    compiled = {f"module._orig_mod.{name}": value for name, value in model.state_dict().items()}
+    dcp.save({"model": compiled, "fp8": manager}, checkpoint_id=tmp_path / "saved")
+    fp8dist.export(manager, tmp_path / "job")
+    assert main(["export", str(tmp_path / "saved"), "--out", str(tmp_path / "out")]) == 0
+    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(inside) == tensor_bits(read(tmp_path / "job"))
+    for folder in ("out", "job"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert config["quantization_config"]["ignore"] == ["2"]
+        assert main(["verify", str(tmp_path / "saved"), str(tmp_path / folder)]) == 0
+    assert plain_fqn("module.a.module.b._orig_mod.module.c", {"a"}) == "a.b.module.c"
+
+
+class _Normed(nn.Module):
+    def __init__(self, norm: nn.Module, linear: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, linear
+
+
+def test_names_that_differ_by_a_part_called_module_alone(tmp_path: Path, capsys: Capture) -> None:
+    """Those of tensors in high precision are told apart. That of a weight in FP8 is not, because slots have no such
+    part."""
+    for linear, code in ((nn.Identity(), 0), (nn.Linear(32, 32), UNREADABLE)):
+        inner = _Residual(_Normed(nn.LayerNorm(32), nn.Linear(32, 32)))
+        inner.norm, inner.linear = nn.LayerNorm(32), linear
+        model = nn.Sequential(inner)
+        manager = fp8dist.prepare(model).attach()
+        dcp.save({"model": model.state_dict(), "fp8": manager}, checkpoint_id=tmp_path / str(code))
+        assert main(["export", str(tmp_path / str(code)), "--out", str(tmp_path / f"out-{code}")]) == code
+        if code == 0:
+            assert tensor_bits(read(tmp_path / "out-0")) == tensor_bits(dict(fp8dist.exported(manager)))
+            continue
+        assert "has 0.linear.weight twice" in capsys.readouterr().err
+        with pytest.raises(fp8dist.ConfigurationError, match=r"^0\.module\.linear\.weight and 0\.linear\.weight"):
+            fp8dist.exported(manager)
 
 
 def _with_settings(manager: fp8dist.StateManager, settings: object) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import pickle
 import random
 import re
@@ -223,6 +224,23 @@ def test_zeros_do_not_hide_the_newest_amax() -> None:
         assert float(manager.slot("fc", role).amax) == seen[-1]
 
 
+@pytest.mark.parametrize("amax", [math.inf, math.nan])
+@pytest.mark.parametrize("due", [False, True])
+def test_amaxes_that_were_not_finite_are_dropped(amax: float, due: bool) -> None:
+    """TransformerEngine keeps them in its histories, and the scale as it was. So does a commit here."""
+    module = trained(2)
+    tensor = module.of(0, "input")
+    tensor.rows[0] = amax
+    if not due:
+        tensor.rows = [0.0, *tensor.rows[2:], amax]
+    manager, report = imported(module)
+    assert report.converted == ()
+    assert scale(manager, "input") == tensor.scale
+    assert [one for one in history(manager, "input") if one] == tensor.seen
+    assert history(manager, "input")[-1] == (tensor.seen[-1] if due else 0)
+    assert float(manager.slot("fc", "input").amax) == tensor.seen[-1]
+
+
 FORMAT = "its format goes up to 448 there and 57344 here"
 
 
@@ -402,8 +420,8 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(scale_bwd=torch.tensor([1.0, torch.inf])), "a scale that is not positive and finite"),
         (changed(scale_bwd=torch.tensor([1.0, torch.nan])), "a scale that is not positive and finite"),
         (changed(scale_bwd=torch.tensor([1.0, 1e-45])), "a scale that is not positive and finite"),
-        (changed(amax_history_fwd=torch.full((5, 3), -1.0)), "an amax that is negative or not finite"),
-        (changed(amax_history_bwd=torch.full((5, 2), torch.inf)), "an amax that is negative or not finite"),
+        (changed(amax_history_fwd=torch.full((5, 3), -1.0)), "amax_history_fwd holds a negative amax"),
+        (changed(amax_history_bwd=torch.full((5, 2), -torch.inf)), "amax_history_bwd holds a negative amax"),
         (changed(amax_history_bwd=torch.zeros(5, 3)), "scale_bwd has shape (2,) and amax_history_bwd (5, 3)"),
         (changed(amax_history_bwd=torch.zeros(0, 2)), "expected [n] and [rows, n]"),
         (changed(scale_fwd=torch.ones(3, dtype=torch.float64)), "scale_fwd is of torch.float64, expected a float32"),

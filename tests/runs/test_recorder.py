@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import math
@@ -147,6 +148,27 @@ def test_a_run_without_fp8_is_a_run(tmp_path: Path) -> None:
     assert read(folder, "events")[-1]["error"] == "ZeroDivisionError"
 
 
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(), fp8dist.BlockScaling(), fp8dist.MXFP8Scaling(), fp8dist.NVFP4Scaling()], ids=repr
+)
+def test_no_slot_of_a_sound_run_is_in_trouble(recipe: fp8dist.Recipe, tmp_path: Path) -> None:
+    """Scales that are rounded down cut off a tenth of a weight as ``nn.Linear`` makes it, and E2M1 has few numbers."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    manager = fp8dist.prepare(net, recipe)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-30)
+    with Recorder(tmp_path, manager, every=1) as recorder:
+        manager.attach(net, optimizer=optimizer)
+        for step in (1, 2):
+            net(torch.randn(256, 64)).backward(torch.randn(256, 64))
+            optimizer.step()
+            recorder.log(step)
+    run = LiveRun(tmp_path)
+    run.read()
+    assert len(run.observed()) == 6
+    assert [(slot.name, slot.what) for slot in run.troubled(6)] == []
+
+
 def test_numbers_of_a_due_step_are_those_of_the_state(tmp_path: Path) -> None:
     manager = Job(tmp_path).train(range(1, 7), {6: 3e4})
     lines, metrics = read(tmp_path, "metrics"), manager.metrics()
@@ -254,6 +276,75 @@ def test_a_run_continues_from_the_state_that_is_loaded(tmp_path: Path, early: bo
     assert steps(tmp_path) == [1, 2]
     starts = [event["resumed_after"] for event in read(tmp_path, "events") if event["kind"] == "start"]
     assert starts == [None, None, 3, None]
+
+
+def test_what_happens_before_the_first_step_drops_no_line(tmp_path: Path) -> None:
+    """A note of the program, a check that finds a difference: the state may be loaded after it."""
+    state = train(tmp_path, 3).state_dict()
+    before = files(tmp_path)
+    with Job(tmp_path, resume_after="state").recorder as recorder:
+        recorder.event("note", 0)  # It ends before it has loaded the state.
+    assert files(tmp_path) == before
+    sink = Sink()
+    job = Job(tmp_path, resume_after="state", exporters=[sink])
+    job.recorder.event("note", 0, text="no state yet")
+    job.manager.load_state_dict(state)
+    assert files(tmp_path) == before
+    job.step(4)
+    assert kinds(tmp_path)[-2:] == ["start", "note"]
+    assert sink.of("event") == read(tmp_path, "events")[-2:]
+    job.train((5, 6))
+    assert steps(tmp_path) == [1, 2, 3, 5, 6]
+    assert read(tmp_path, "events")[-3]["resumed_after"] == 3
+    with Job(tmp_path / "new", resume_after="state").recorder as recorder:
+        recorder.event("note", 0)
+    assert kinds(tmp_path / "new") == ["start", "note", "end"]
+
+
+def test_a_folder_that_cannot_be_written_to_ends_no_step(tmp_path: Path) -> None:
+    """The run begins inside its first step, on one rank: an error would leave the others in their next collective."""
+    state = train(tmp_path, 3).state_dict()
+    (tmp_path / "ranks.jsonl").unlink()
+    (tmp_path / "ranks.jsonl").mkdir()
+    before, sink = files(tmp_path), Sink()
+    job = Job(tmp_path, every=1, resume_after="state", exporters=[sink])
+    job.manager.load_state_dict(state)
+    with captured_log() as log:
+        assert job.train((4, 5)).run_step == 5
+    ((_, text),) = [line for line in log if "record" in line[1]]
+    assert text.startswith(f"fp8dist: nothing is recorded: {tmp_path}: cannot record there: Is a directory")
+    assert files(tmp_path) == before
+    assert [step for step, _, slots in sink.of("numbers")] == [4, 5]
+
+
+def test_lines_that_a_resume_keeps_are_whole_and_of_no_later_step(tmp_path: Path) -> None:
+    good = ['{"step": 1, "x": 1}', '{"x": {"y": 1}, "step": 2}', '{"step": 3}', '{"step": 2, "x": "}{"}']
+    bad = ['{"step": 4}', '{"step": 1, "x": {"step": 2, "x": 1}', '{"step": "1"}', "[]", "{", "", '{"step": 1, "x": 1']
+    path = tmp_path / "scales.jsonl"
+    path.write_text("\n".join(line for lines in zip(bad, [*good, *good]) for line in lines) + "\n" + bad[-1])
+    run_files.keep_lines(path, 3)
+    assert path.read_text().splitlines() == [*good, *good[:3]]
+
+
+def test_a_resume_on_a_full_disk_leaves_no_part_of_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, 3)
+    before = files(tmp_path)
+
+    def full(text: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_files, "_step_of", full)
+    with pytest.raises(ConfigurationError, match="cannot record there: No space left on device"):
+        Recorder(tmp_path, resume_after=2)
+    assert files(tmp_path) == before
+
+
+def test_a_run_that_goes_on_without_a_watch_drops_what_was_watched_later(tmp_path: Path) -> None:
+    state = train(tmp_path, 6).state_dict()
+    assert steps(tmp_path, "scales") == [3] * SLOTS + [6] * SLOTS
+    job = Job(tmp_path, every=0, resume_after=4, before=lambda manager: manager.load_state_dict(state))
+    assert steps(tmp_path, "scales") == [3] * SLOTS
+    job.recorder.close()
 
 
 @pytest.mark.filterwarnings("ignore:fp8dist.Recorder.jump=…. is now:FutureWarning")

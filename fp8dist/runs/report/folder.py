@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fp8dist.errors import ConfigurationError
+from fp8dist.runs.report.records import numbers_in
 from fp8dist.runs.run_format import FORMAT, HEADER, METRICS, VERSION
 
 if TYPE_CHECKING:
+    from fp8dist.state.recipe import ShareLimits
     from fp8dist_kernels.formats import Format
 
 BLOCK = 1 << 22
@@ -50,10 +52,22 @@ class RunFolder:
         """Return the format of each slot that the header lists."""
         from fp8dist_kernels.formats import FORMATS  # Here, because it imports torch, which --help does not need.
 
+        named = self._of_slots("format")
+        return {slot: FORMATS[name] for slot, name in named.items() if isinstance(name, str) and name in FORMATS}
+
+    def share_limits(self) -> tuple[dict[str, ShareLimits], ShareLimits]:
+        """Return (by slot, the shares from which on it is in trouble, as far as the header says; those of others)."""
+        from fp8dist.state.recipe import ShareLimits  # Here, because it imports torch.
+
+        named = {slot: one for slot, one in self._of_slots("trouble").items() if isinstance(one, dict)}
+        fields = ShareLimits._fields
+        return {slot: ShareLimits(**numbers_in(one, fields)) for slot, one in named.items()}, ShareLimits()
+
+    def _of_slots(self, field: str) -> dict[str, Any]:
+        """Return a field of each slot that the header lists."""
         listed = self.header.get("slots")
         slots = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-        named = {one["slot"]: one.get("format") for one in slots if isinstance(one.get("slot"), str)}
-        return {slot: FORMATS[name] for slot, name in named.items() if isinstance(name, str) and name in FORMATS}
+        return {one["slot"]: one.get(field) for one in slots if isinstance(one.get("slot"), str)}
 
     def lines(self, name: str) -> Lines:
         """Return a reader of one of its files."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8dist.checks.checked import Checked
 from fp8dist.common.divergence import compared_text
@@ -19,6 +19,9 @@ from fp8dist.runs.report.events import Events, RunEvent, checks_in
 from fp8dist.runs.report.folder import Lines, RunFolder
 from fp8dist.runs.report.records import numbers_in, rank_record, slot_in
 from fp8dist.runs.run_format import EVENTS, HEADER, METRICS, RANKS, SCALES
+
+if TYPE_CHECKING:
+    from fp8dist.state.recipe import ShareLimits
 
 KEPT_LOSSES = 400
 """Losses of the last steps, for the sparkline."""
@@ -41,10 +44,8 @@ NUMBERS = ("loss", "validation_loss", "grad_norm", "step_ms", "proven", "checked
 TAILS = MappingProxyType({METRICS: 1 << 23, SCALES: 1 << 26, RANKS: 1 << 24, EVENTS: 1 << 26})
 """Bytes at the end of each file that are read at the start. What a long run wrote before does not matter now."""
 
-
-SATURATED, UNDERFLOW, BEYOND = 1e-3, 1e-2, 2.0
-"""From which share of saturated elements on, share of elements that become zero, and from which multiple of the
-format's largest value on a slot is in trouble. Delayed scaling cuts off single elements of a sound run."""
+BEYOND = 2.0
+"""From which multiple of the format's largest value on a slot is in trouble. Its recipe says from which shares on."""
 
 
 class Trouble(NamedTuple):
@@ -69,6 +70,7 @@ class NewestOfSlot(NamedTuple):
     underflow: float | None
     place: tuple[int | None, int | None]  # Rank and microbatch that hold the value in question.
     largest: float | None
+    limits: ShareLimits
 
     @property
     def trouble(self) -> Trouble:
@@ -76,9 +78,9 @@ class NewestOfSlot(NamedTuple):
         room = math.inf if self.headroom is None else self.headroom
         if self._not_finite is not None:
             return Trouble(0, 0.0, 0.0)
-        if self.saturated is not None and self.saturated >= SATURATED:
+        if self.saturated is not None and self.saturated >= self.limits.saturated:
             return Trouble(1, -self.saturated, room)
-        if self.underflow is not None and self.underflow >= UNDERFLOW:
+        if self.underflow is not None and self.underflow >= self.limits.underflow:
             return Trouble(2, -self.underflow, room)
         return Trouble(3 if room * BEYOND <= 1 else 4, 0.0, room)
 
@@ -186,6 +188,7 @@ class LiveRun:
         self._header_time = _modified(self.path / HEADER)
         folder = RunFolder(self.path)
         self.header, self._formats, self._name = folder.header, folder.formats(), folder.name
+        self._limits, self._usual = folder.share_limits()
 
     def _judge_events(self) -> None:
         kept = self._events.kept()
@@ -316,7 +319,10 @@ class LiveRun:
         fields = ("amax", "scale", "saturated", "underflow")
         amax, scale, saturated, underflow = map(numbers_in(line, fields).get, fields)
         largest = self._formats[name].max if name in self._formats else None
-        slot = NewestOfSlot(self._observation, clean(name), amax, scale, saturated, underflow, (None, None), largest)
+        limits = self._limits.get(name, self._usual)
+        slot = NewestOfSlot(
+            self._observation, clean(name), amax, scale, saturated, underflow, (None, None), largest, limits
+        )
         of = ("amax", "saturated", "underflow", "amax", "amax")[slot.trouble.rank_of_kind]
         place = tuple(n if type(n := line.get(f"{of}_{unit}")) is int else None for unit in ("rank", "microbatch"))
         self._slots.pop(slot.name, None)  # The newest are last.

@@ -117,6 +117,21 @@ def test_only_slots_in_trouble_are_named(tmp_path: Path) -> None:
     assert "slots in trouble" in "\n".join(line.plain for line in screen(run, 80, 40))
 
 
+def test_the_header_says_from_which_shares_on_a_slot_is_in_trouble(tmp_path: Path) -> None:
+    """A fact of its recipe. The headers of earlier versions do not say it."""
+    named = ("own:input", "odd:input", "old:input")
+    slots = [{"slot": named[0], "trouble": {"saturated": 0.03, "underflow": 0.5}}, {"slot": named[1], "trouble": [7]}]
+    run = _run(tmp_path, {"step": 1}, slots=slots)
+    for shares, expected in (
+        ({"saturated": 0.02, "underflow": 0.3}, named[1:]),
+        ({"saturated": 0.0, "underflow": 0.5}, named),
+        ({"saturated": 0.03, "underflow": 0.0}, named),
+    ):
+        _write(tmp_path / "scales.jsonl", *({"step": 1, "slot": name, "amax": 1.0, **shares} for name in named))
+        run.read()
+        assert {slot.name for slot in run.troubled(9)} == set(expected)
+
+
 def test_the_screen_has_the_run_its_losses_and_its_events(tmp_path: Path) -> None:
     (tmp_path / "larger").mkdir()
     folder = tmp_path / "larger" / "fp8"  # Runs of two experiments are often called the same.
