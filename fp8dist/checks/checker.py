@@ -715,7 +715,8 @@ def run_check(
                 compared = check_replicas(anchor, of.holdings, known, everything=policy == "repair")
             report = of.noted(_require_compared(of, compared, instead))
             also = () if of.scope.coherence is None else (COHERENCE,)
-            _log_changes(anchor, standing, report, kinds_of((*report.compared, *also)), compared.nonfinite_rank)
+            kinds, things = kinds_of((*report.compared, *also)), compared.holdings.things
+            _log_changes(anchor, standing, report, kinds, compared.nonfinite_rank, things)
             repairs.observe(report, of.scope.kinds)
             if report.diverged:
                 save_evidence(report, report_dir, compared.holdings.evidence)
@@ -807,6 +808,7 @@ def _log_changes(
     report: DivergenceReport,
     kinds: Collection[str],
     nonfinite_rank: int | None = None,
+    things: Collection[tuple[str, str]] | None = None,
 ) -> None:
     """Log what changed since the last report: earlier findings that are gone, and new values that are not finite.
     Local.
@@ -815,10 +817,11 @@ def _log_changes(
         standing: the findings of earlier reports.
         kinds: of the findings that ``report`` would have if they were not gone.
         nonfinite_rank: the rank that logs values that are not finite; None: there is one rank, or no such value.
+        things: see ``Standing.gone``.
     """
     rank = group.rank if group is not None else 0
     new = standing.not_finite(report, nonfinite_rank)
-    for text in (*standing.gone(report, kinds, rank), *(new if nonfinite_rank in (None, rank) else ())):
+    for text in (*standing.gone(report, kinds, rank, things), *(new if nonfinite_rank in (None, rank) else ())):
         logger.warning("%s", text)
 
 

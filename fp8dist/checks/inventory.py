@@ -154,7 +154,12 @@ class Holdings:
     @property
     def compared(self) -> dict[str, int]:
         """Number of compared things by kind. One that has copies along several axes counts once."""
-        return dict(sorted(Counter(kind for kind, _ in {key[1::-1] for s in self.all_sets for key in s.keys}).items()))
+        return dict(sorted(Counter(kind for _, kind in self.things).items()))
+
+    @property
+    def things(self) -> set[tuple[str, str]]:
+        """(name, kind) of all compared things."""
+        return {key[:2] for s in self.all_sets for key in s.keys}
 
     @property
     def compared_bytes(self) -> dict[str, int]:

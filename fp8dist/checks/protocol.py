@@ -178,7 +178,7 @@ def _check_computed(
     """
     label = word_of(computed.label)
     alike, same = _agree(anchor, [label], digests)[0]
-    if alike and same:
+    if alike and same and anchor.communicates:
         return [], mine, len(digests) > 0
     by_rank = dict(zip(anchor.ranks, anchor.gather((label, (*digests.sum(0).tolist(), len(digests))))))
     kinds = sides_of({rank: of for rank, (of, _) in by_rank.items()})  # A kind: the ranks with one label.

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from types import MappingProxyType
 
 from fp8dist.checks.contents import FINDING_KINDS
 from fp8dist.checks.report import DivergenceReport
-from fp8dist.common.divergence import MORE, Finding
+from fp8dist.common.divergence import COHERENCE, MORE, Finding
 from fp8dist.common.text import first_few
 
 HEADER_KINDS = frozenset({"manifest", "step", "scale"})
 """The kinds of findings that are over if the header of a sync agrees. The header is the part of a step's all-reduce
 that compares set-ups, step counters and scales."""
+
+_OF_NO_THING = frozenset({"manifest", "step", "layout", "error", COHERENCE, MORE})
+"""The kinds and names of findings that are not about one thing that ranks compare."""
+
+_SLOT = MappingProxyType({"scale": "slot", "history": "slot"})
+"""The kind of the thing that a finding is about, where the two have different names."""
 
 MAX_LINES = 8
 """The most findings that get a line of their own in one message. The rest is counted."""
@@ -61,13 +68,25 @@ class Standing:
         )
         return [text] if new else []
 
-    def gone(self, report: DivergenceReport, kinds: Collection[str], rank: int) -> list[str]:
+    def gone(
+        self,
+        report: DivergenceReport,
+        kinds: Collection[str],
+        rank: int,
+        things: Collection[tuple[str, str]] | None = None,
+    ) -> list[str]:
         """Forget standing findings that are over: those of ``kinds`` that ``report`` does not have. Return what
-        ``rank`` logs about them; each finding is logged by one rank that is concerned."""
+        ``rank`` logs about them; each finding is logged by one rank that is concerned.
+
+        Args:
+            things: (name, kind) of what this rank has compared. None: all that it did before.
+        """
         if any(f.kind in ("error", "layout") or f.name == MORE for f in report.findings):
             return []  # Something was not compared, or is not named in the report: it may still differ.
         found = set(map(_identity, report.findings))
         gone = [f for identity, f in self._first.items() if f.kind in kinds and identity not in found]
+        if things is not None:  # A check may be of a part of the model, or of one of several models.
+            gone = [f for f in gone if _is_of(f, things)]
         for f in gone:
             del self._first[_identity(f)]
         # ``kinds`` come from what this rank has compared. A rank that does not hold a thing may not know that it was
@@ -89,6 +108,11 @@ def kinds_of(compared: Collection[str]) -> set[str]:
 
 def _identity(f: Finding) -> _Identity:
     return f.kind, f.name, f.ranks
+
+
+def _is_of(f: Finding, things: Collection[tuple[str, str]]) -> bool:
+    """True if the finding is about one of these things, given by name and kind, or about no thing."""
+    return not _OF_NO_THING.isdisjoint((f.kind, f.name)) or (f.name, _SLOT.get(f.kind, f.kind)) in things
 
 
 def _lowest_rank(f: Finding) -> int:

@@ -76,10 +76,12 @@ def check_values(
     """
     require_choice("policy", policy, ("raise", "warn"))
     require_bool("distinct", distinct)
-    if group is None and world_size() == 1:
+    anchor = None
+    if group is not None or world_size() > 1:
+        anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
+    if anchor is None or not anchor.communicates:
         _texts(values)
         return DivergenceReport(skipped=("there is one rank, or no process group",))
-    anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     enrol()
     meet(anchor, "fp8dist.check_values()")
     return compare_values(values, anchor, distinct, step or 0, policy == "raise")

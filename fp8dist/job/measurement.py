@@ -44,10 +44,11 @@ class Measurement:
             self._measure(due)
 
     def _measure(self, on: bool) -> None:
-        self._state.job.measuring = on
-        self._state.job.microbatches = Microbatches(self._state.syncs) if on else None
+        self._state.job.measuring = False  # Until all syncs measure: Ctrl-C may come in between.
         for sync in self._state.syncs:
             sync.watch(on)
+        self._state.job.microbatches = Microbatches(self._state.syncs) if on else None
+        self._state.job.measuring = on
 
     def collect(self, calibrated: bool, in_graph: bool) -> None:
         """Collect the statistics of the step that ends, which is measured, and queue the events that they give rise to.

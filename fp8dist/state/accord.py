@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from fp8dist.errors import SyncError
 from fp8dist.state.groups import SyncGroup, identity_of
-from fp8dist.state.roll_call import roll_call
+from fp8dist.state.roll_call import count_missed_call, failing_by_name, roll_call
 
 _WELL, _TOO_FEW, _VAIN = "well", "too few", "in vain"
 
@@ -35,13 +35,24 @@ class Accord:
     """
 
     def __init__(self, group: SyncGroup, call: str, timeout: timedelta) -> None:
+        self._group, self._call, self._timeout = group, call, timeout
+        self._points = 0
+        with self._reaching_store():
+            self._store: Any = self._next()
+
+    def _next(self) -> Any:
+        """Return the part of the job's store for this call."""
+        call, group = self._call, self._group
         store = distributed_c10d.PrefixStore(f"fp8dist/{call}/{group.identity}", distributed_c10d._get_default_store())
         while (at := distributed_c10d.PrefixStore(str(store.add(f"count/{group.rank}", 1)), store)).check(["0"]):
             if at.get("0").decode() != _VAIN:  # Others gave up that call, so this one belongs to a later one.
                 break
-        self._store: Any = at
-        self._group, self._call, self._timeout = group, call, timeout
-        self._points = 0
+            count_missed_call(group.ranks)
+        return at
+
+    def _reaching_store(self) -> contextlib.AbstractContextManager[None]:
+        """Convert the error of a store that is gone to a SyncError that names it."""
+        return failing_by_name(self._call, lambda: "the meeting", self._group.ranks)
 
     def reach(self, failure: str | None = None) -> str | None:
         """Report that this rank has reached the next point, and wait for the others. COLLECTIVE: six store operations,
@@ -56,6 +67,10 @@ class Accord:
         Raises:
             SyncError: a rank did not come in time.
         """
+        with self._reaching_store():
+            return self._reach(failure)
+
+    def _reach(self, failure: str | None) -> str | None:
         point, self._points = str(self._points), self._points + 1
         seconds = f"{self._timeout.total_seconds():.0f} s"
         if failure is not None:

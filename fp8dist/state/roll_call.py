@@ -174,9 +174,16 @@ class Roll:
         return Attendance(len(self._ranks), missing, found["more"], hosts, word=found.get("word"), apart=apart)
 
 
+def count_missed_call(ranks: Sequence[int]) -> None:
+    """Count a roll call of these ranks that the others have made, and this rank has missed. Local: one store operation.
+    Its next call then belongs to their next one."""
+    _job_store().add(_calls_of(f"roll/{identity_of(sorted(ranks))}/", dist.get_rank()), 1)
+
+
 def enrol() -> None:
-    """Store the host of this rank, so that a roll call can name it. Local: one store operation."""
-    _job_store().set(_host_of(dist.get_rank()), socket.gethostname())
+    """Store the host of this rank, so that a roll call can name it. Local: one store operation. Never raises."""
+    with contextlib.suppress(dist.DistNetworkError):  # The store is gone, as the next call that needs it says.
+        _job_store().set(_host_of(dist.get_rank()), socket.gethostname())
 
 
 def known_hosts(ranks: int) -> list[str] | None:
@@ -288,6 +295,10 @@ def _in_time(roll: Roll, grace: float) -> Attendance | None:
 
 def _job_store() -> Any:
     return distributed_c10d.PrefixStore("fp8dist", distributed_c10d._get_default_store())
+
+
+def _calls_of(group: str, rank: int) -> str:
+    return f"{group}/calls/{rank}"
 
 
 def _host_of(rank: int) -> str:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, DivergenceReport, StateManager
@@ -455,6 +456,29 @@ def test_each_manager_remembers_for_itself() -> None:
             fp8dist.check(copy.deepcopy(first.module), group=dist.group.WORLD, step=9, policy="warn")
     table, line = "FP8 state differs between ranks", "still: history of '0:input' on rank 1"
     expected = [table, f"fp8dist: {line}", table, f"fp8dist: step 9: {line}", table, table]
+    assert [text.split("\n")[0] for _, text in log] == ([] if dist.get_rank() else expected)
+
+
+@on_ranks(2)
+def test_what_a_check_did_not_compare_is_not_equal_again() -> None:
+    """A parameter of the second of two models differs. Checks of the first one, and without it, do not mend it."""
+    nets = [nn.Sequential(nn.Linear(16, 16)) for _ in range(2)]
+    managers = [fp8dist.prepare(net, group=dist.group.WORLD) for net in nets]
+    both = nn.ModuleList([DistributedDataParallel(net) for net in nets])
+    for manager, module in zip(managers, both):
+        manager.attach(module)
+    bias: Any = nets[1][0].bias
+    was = bias.detach().clone()
+    bias.data[2] += dist.get_rank()
+    with captured_log() as log:
+        fp8dist.check(both, policy="warn")
+        managers[0].check(policy="warn")
+        fp8dist.check(both, groups={"1.*": None}, policy="warn")
+        fp8dist.check(both, policy="warn")
+        bias.data.copy_(was)
+        fp8dist.check(both, policy="warn")
+    name = "parameter '1.0.bias' on ranks 0, 1"
+    expected = ["parameters differ between ranks", f"fp8dist: still: {name}", f"fp8dist: equal again: {name}"]
     assert [text.split("\n")[0] for _, text in log] == ([] if dist.get_rank() else expected)
 
 

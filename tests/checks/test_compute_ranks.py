@@ -286,6 +286,16 @@ def test_models_with_little_to_compute() -> None:
     assert (counts, len(log)) == ([0, 6, 0, 12], 0)
 
 
+@on_ranks(2)
+def test_a_group_of_one_rank_compares_no_computations() -> None:
+    alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    model = nn.Sequential(nn.Linear(IN, OUT))
+    manager = fp8dist.prepare(model, group=alone).attach()
+    report = _computed(manager)
+    reason = "6 computations that no other rank repeats on equal hardware, versions and shapes"
+    assert (report.consistent, report.compared, dict(report.unverified)) == (False, {}, {"computation": reason})
+
+
 def test_one_rank_has_nothing_to_compare() -> None:
     model = nn.Sequential(nn.Linear(IN, OUT))
     manager = fp8dist.prepare(model).attach(compute=True)

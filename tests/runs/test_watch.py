@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from fp8dist import (
 )
 from fp8dist.errors import ConfigurationError, ManifestMismatchError
 from fp8dist.runs.exporters.slots import headroom
+from fp8dist.state.arena_sync import ArenaSync
 from fp8dist.state.expert_loads import ExpertLoad, idle_numbers
 from tests.support.collectives import counted_collectives
 from tests.support.experts import Experts, Mixture, routes, rows
@@ -632,3 +634,20 @@ def test_a_rank_without_tokens_is_observed(recipe: Recipe) -> None:
     loads = [ExpertLoad("a", [0, 3], [7, 0], [6, 0]), ExpertLoad("b", [0, 0], [2, 1], None)]
     assert idle_numbers(loads) == {"idle_experts": 3, "longest_idle_steps": 7}
     assert idle_numbers([]) == {}
+
+
+def test_an_interrupted_step_ends_no_later_one() -> None:
+    """Ctrl-C where the next step begins to be measured, in a notebook that goes on."""
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    seen: list[int] = []
+    fp8dist.watch(manager, 2, observer=lambda one: seen.append(one.step))
+    manager.attach()
+    for step in range(1, 6):
+        net(batch(0, step)[0]).square().mean().backward()
+        if step == 1:
+            with mock.patch.object(ArenaSync, "watch", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+                manager.step()
+        else:
+            manager.step()
+    assert seen == [4]

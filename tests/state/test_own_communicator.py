@@ -112,6 +112,20 @@ def test_checks_are_numbered_anew_after_one_that_some_ranks_did_not_make() -> No
 
 
 @pytest.mark.slow
+@on_ranks(3)
+def test_who_missed_a_check_is_not_missed_in_the_roll_call_of_another() -> None:
+    net = make_net()
+    for absent in (2, 1):  # Rank 2 has made one roll call less than rank 0 when they miss rank 1 together.
+        text = rf"Missing of 3 ranks: rank {absent}( \(.*\))?: gone"
+        if dist.get_rank() != absent:
+            timeout = mock.patch.object(SyncGroup, "timeout", timedelta(seconds=1))
+            with timeout, short_grace(1), pytest.raises(SyncError, match=text):
+                fp8dist.check(net, group=dist.group.WORLD)
+        dist.barrier()
+        assert fp8dist.check(net, group=dist.group.WORLD).consistent
+
+
+@pytest.mark.slow
 @on_ranks(4)
 def test_a_check_on_a_mesh_alone_communicates_nothing() -> None:
     """Rank 1 checks alone, with a mesh of several axes that has no communicator yet."""

@@ -84,6 +84,14 @@ def test_a_rank_that_does_not_call_a_check_is_named(policy: str, late: bool) -> 
         assert "Missing of 3 ranks: rank 1" in said
 
 
+@on_ranks(2)
+def test_a_check_whose_store_is_gone_says_so() -> None:
+    gone = mock.patch.object(dist.PrefixStore, "add", side_effect=dist.DistNetworkError("Connection was closed"))
+    text = r"^rank \d: fp8dist\.check\(\): the meeting with ranks 0, 1 failed .* job's store on FileStore cannot be"
+    with gone, pytest.raises(SyncError, match=text):
+        fp8dist.check(nn.Linear(16, 16), group=dist.group.WORLD)
+
+
 def test_an_error_of_this_rank_says_nothing_of_others() -> None:
     for error in (NotImplementedError("x"), RecursionError("timed out"), RuntimeError("shapes differ")):
         with pytest.raises(type(error)) as caught, failing_by_name("a", lambda: "b", [0, 1]):
