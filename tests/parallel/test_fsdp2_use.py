@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import DelayedScaling
 from fp8dist.errors import ConfigurationError
-from fp8dist.modules.fp8_weight import FP8Weight
+from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from tests.support.meshes import mesh_of
 from tests.support.quiet import mlp
 from tests.support.ranks import RankPool, on_ranks
@@ -357,6 +357,17 @@ def test_writes_to_a_gathered_weight_are_refused() -> None:
     run.model.first.register_forward_pre_hook(hook)  # type: ignore[union-attr]
     run.loss()
     assert len(refused) == 3
+
+
+def test_only_a_view_of_the_same_shape_stays_in_fp8() -> None:
+    rows = torch.randn(4, 6).to(torch.float8_e4m3fn)
+    weight = FP8Weight(Gathered(rows, torch.tensor(0.5)), torch.float32)
+    for same in (weight.view(4, 6), weight.detach()):
+        assert type(same) is FP8Weight
+    for shape in ((-1,), (2, 12), (1, 4, 6)):
+        view = weight.view(*shape)
+        assert type(view) is Tensor
+        assert torch.equal(view, (rows.float() * 0.5).view(*shape))
 
 
 # Models in which something is outside, tied, or split otherwise. -----------------------------------------------------
