@@ -219,6 +219,8 @@ def test_products_of_nothing_and_what_is_refused(version: Any) -> None:
     wide = torch.empty(16, columns_bound(0, 2), device=DEVICE).to(E4M3)
     assert version.matmul_grouped(a, b, one, one, ends((0, 0)), torch.bfloat16, True).shape == (0, 16)
     assert not version.matmul_grouped_columns(wide, wide, one, one, ends((0, 0)), torch.bfloat16, True).any()
+    with pytest.raises(ValueError, match="int32"):
+        version.matmul_grouped_columns(wide, wide, one, one, ends((0, 0)).long(), torch.bfloat16, True)
     case = Case((16, 16), Scaling.TENSORWISE, n=16, k=16)
     one = case.scales[0]
     for b, scale, offsets, problem in (
