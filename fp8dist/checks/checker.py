@@ -715,7 +715,8 @@ def run_check(
                 compared = check_replicas(anchor, of.holdings, known, everything=policy == "repair")
             report = of.noted(_require_compared(of, compared, instead))
             also = () if of.scope.coherence is None else (COHERENCE,)
-            kinds, things = kinds_of((*report.compared, *also)), compared.holdings.things
+            kinds, inside = kinds_of((*report.compared, *also)), compared.holdings.inside
+            things = compared.holdings.things | (inside.things if inside is not None else set())
             _log_changes(anchor, standing, report, kinds, compared.nonfinite_rank, things)
             repairs.observe(report, of.scope.kinds)
             if report.diverged:
@@ -752,17 +753,19 @@ def check_alone(
     """
     alone = DivergenceReport(skipped=("there is one rank, or no process group",), compared_by=scope.also)
     kinds: Collection[str] = ()
+    things: Collection[tuple[str, str]] = ()
     if module is not None:
         alone = replace(alone, nonfinite=not_finite_in(module, scope))
         if scope.coherence is not None:
             inside, kinds = inside_of(module, scope.coherence, step), (COHERENCE,)
+            things = inside.things
             alone = replace(
                 alone,
                 findings=inside.findings,
                 skipped=(*alone.skipped, *inside.unread),
                 compared_by={"inside the rank": inside.size, **scope.also},
             )
-    _log_changes(None, standing, alone, kinds)
+    _log_changes(None, standing, alone, kinds, things=things)
     texts = standing.texts(alone) if policy == "warn" else None
     announce(alone, None, raises=policy != "warn", notify=notify, texts=texts)
     return alone
