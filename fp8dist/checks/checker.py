@@ -30,7 +30,7 @@ from fp8dist.checks.inferred import Inferred
 from fp8dist.checks.inventory import Holdings, Inventory, Scope, not_finite_in
 from fp8dist.checks.protocol import Compared, check_replicas
 from fp8dist.checks.repair import Repairs, mended_texts, repair
-from fp8dist.checks.replication import is_plain
+from fp8dist.checks.replication import around, is_plain
 from fp8dist.checks.report import DivergenceReport, announce, conclude, log_on_one_rank, save_evidence
 from fp8dist.checks.standing import HEADER_KINDS, Standing, kinds_of
 from fp8dist.common.divergence import COHERENCE, Finding, compared_text
@@ -40,7 +40,8 @@ from fp8dist.modules.model_state import ModelState
 from fp8dist.modules.outgrown import limits_of
 from fp8dist.modules.precision_control import PrecisionControl
 from fp8dist.parallel.ddp import find_ddp
-from fp8dist.parallel.torch_internals import unknown
+from fp8dist.parallel.torch_internals import fsdp2_modules, unknown
+from fp8dist.parallel.wrappers import reshard
 from fp8dist.state import overwrites
 from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync, Evidence, Proof
@@ -715,9 +716,14 @@ def run_check(
                 compared = check_replicas(anchor, of.holdings, known, everything=policy == "repair")
             report = of.noted(_require_compared(of, compared, instead))
             also = () if of.scope.coherence is None else (COHERENCE,)
-            kinds, things = kinds_of((*report.compared, *also)), compared.holdings.things
+            kinds, inside = kinds_of((*report.compared, *also)), compared.holdings.inside
+            things = compared.holdings.things | (inside.things if inside is not None else set())
             _log_changes(anchor, standing, report, kinds, compared.nonfinite_rank, things)
             repairs.observe(report, of.scope.kinds)
+            if policy == "repair" and of.module is not None:
+                # FSDP2 may keep what it has gathered before a repair. Ranks gather together, so all of them reshard,
+                # also those that check over another group, and find no difference.
+                reshard(fsdp2_modules(around(of.module)))
             if report.diverged:
                 save_evidence(report, report_dir, compared.holdings.evidence)
                 if policy == "repair":
@@ -752,17 +758,19 @@ def check_alone(
     """
     alone = DivergenceReport(skipped=("there is one rank, or no process group",), compared_by=scope.also)
     kinds: Collection[str] = ()
+    things: Collection[tuple[str, str]] = ()
     if module is not None:
         alone = replace(alone, nonfinite=not_finite_in(module, scope))
         if scope.coherence is not None:
             inside, kinds = inside_of(module, scope.coherence, step), (COHERENCE,)
+            things = inside.things
             alone = replace(
                 alone,
                 findings=inside.findings,
                 skipped=(*alone.skipped, *inside.unread),
                 compared_by={"inside the rank": inside.size, **scope.also},
             )
-    _log_changes(None, standing, alone, kinds)
+    _log_changes(None, standing, alone, kinds, things=things)
     texts = standing.texts(alone) if policy == "warn" else None
     announce(alone, None, raises=policy != "warn", notify=notify, texts=texts)
     return alone

@@ -30,6 +30,8 @@ from fp8dist.state.slots import clean_fqn
 _MOST = 16
 """The most findings of one rank. The rest is counted."""
 
+_FLAT = "a part of the model's flat weights"
+
 _AT_ONCE = 1 << 24
 """Elements that are compared at once: DeepSpeed keeps all weights in one tensor, and a comparison makes copies."""
 
@@ -65,12 +67,13 @@ class Asked:
 @dataclass(frozen=True)
 class Inside:
     """What was compared inside this rank. ``size``: bytes. ``unread``: what no rule can read, as text. ``suffices``: as
-    in ``Asked``."""
+    in ``Asked``. ``things``: (name, "coherence") of all that findings may be about."""
 
     findings: tuple[Finding, ...] = ()
     size: int = 0
     unread: tuple[str, ...] = ()
     suffices: bool = False
+    things: frozenset[tuple[str, str]] = frozenset()
 
 
 class _Fit(NamedTuple):
@@ -99,7 +102,10 @@ def inside_of(module: nn.Module, asked: Asked, step: int) -> Inside:
         more = f"{further} further tensors that do not fit together"
         findings.append(Finding(step, COHERENCE, MORE, (own_rank(),), None, detail=more))
     size = sum(pair.tensor.numel() * pair.tensor.element_size() for pair in pairs)
-    return Inside(tuple(findings), size, masters.unread, asked.suffices)
+    names = {clean_fqn(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    names |= {_FLAT, *(part.fqn for part in fp8_parts(module))}
+    things = frozenset((name, COHERENCE) for name in names)
+    return Inside(tuple(findings), size, masters.unread, asked.suffices, things)
 
 
 def stale_weights(module: nn.Module, optimizers: Sequence[Any]) -> list[str]:
@@ -169,7 +175,7 @@ def _place_of(pair: _Fit, first: int, module: nn.Module) -> tuple[str, tuple[int
         offset = (address - parameter.data_ptr()) // parameter.element_size()
         if 0 <= offset < parameter.numel() and parameter.is_contiguous():
             return clean_fqn(name), unravel(offset, tuple(parameter.shape))
-    return "a part of the model's flat weights", (first,)
+    return _FLAT, (first,)
 
 
 class _Masters:

@@ -238,10 +238,10 @@ class Replication:
     def learn(self, module: nn.Module) -> None:
         """Record the homes of all parameters of a module. Signs are tried in order of precedence: patterns, DTensors,
         FSDP1, ZeRO's stage 3, DeepSpeed, Megatron, DDP."""
-        around = _around(module)
-        sharded, wrapping, zero = _fsdp1_parameters(around), _ddp_of(around), zero_groups(around)
-        copies, cut = self._learn_megatron(module), fsdp2_shard_groups(around)
-        self._shards = fsdp2_shards(around)
+        everything = around(module)
+        sharded, wrapping, zero = _fsdp1_parameters(everything), _ddp_of(everything), zero_groups(everything)
+        copies, cut = self._learn_megatron(module), fsdp2_shard_groups(everything)
+        self._shards = fsdp2_shards(everything)
         for name, parameter in _clean_names([(name, self.stored(one)) for name, one in module.named_parameters()]):
             self._kept.append(parameter)
             self.names[id(parameter)] = name
@@ -303,7 +303,7 @@ class Replication:
 
     def of_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor, Home | Excuse]]:
         """Yield (name, buffer, home) of all buffers of a module. No ``learn`` is needed."""
-        wrapping = _ddp_of(_around(module))
+        wrapping = _ddp_of(around(module))
         self._learn_megatron(module)
         stage = self._known.get(("Megatron", megatron.STAGE))
         local = megatron.local_buffers(module) if stage is not None else ()
@@ -419,7 +419,7 @@ def _view(mesh: DeviceMesh) -> str:
     return f"mesh {tuple(mesh.mesh.shape)} of ranks {ranks_text(ranks)} (digest {digest})"
 
 
-def _around(module: nn.Module) -> nn.Module:
+def around(module: nn.Module) -> nn.Module:
     """Return a module that holds ``module`` and all wrappers around it that are known.
 
     Wrappers show how parameters are replicated, but a caller may pass the model inside them. FP8 modules know the model

@@ -19,8 +19,8 @@ HEADER_KINDS = frozenset({"manifest", "step", "scale"})
 """The kinds of findings that are over if the header of a sync agrees. The header is the part of a step's all-reduce
 that compares set-ups, step counters and scales."""
 
-_OF_NO_THING = frozenset({"manifest", "step", "layout", "error", COHERENCE, MORE})
-"""The kinds and names of findings that are not about one thing that ranks compare."""
+_OF_NO_THING = frozenset({"manifest", "step", "layout", "error", MORE})
+"""The kinds and names of findings that are not about one thing that is compared."""
 
 _SLOT = MappingProxyType({"scale": "slot", "history": "slot"})
 """The kind of the thing that a finding is about, where the two have different names."""
@@ -86,7 +86,8 @@ class Standing:
         found = set(map(_identity, report.findings))
         gone = [f for identity, f in self._first.items() if f.kind in kinds and identity not in found]
         if things is not None:  # A check may be of a part of the model, or of one of several models.
-            gone = [f for f in gone if _is_of(f, things)]
+            left_out = [f for f in gone if _is_held_by(f, rank) and not _is_of(f, things)]
+            gone = [f for f in gone if f not in left_out and not (left_out and f.name == MORE)]
         for f in gone:
             del self._first[_identity(f)]
         # ``kinds`` come from what this rank has compared. A rank that does not hold a thing may not know that it was
@@ -110,9 +111,16 @@ def _identity(f: Finding) -> _Identity:
     return f.kind, f.name, f.ranks
 
 
+def _is_held_by(f: Finding, rank: int) -> bool:
+    """True if this rank holds the thing. Others cannot know if it was compared, and must not remember what its holders
+    forget: any rank may log the next report."""
+    return any(rank in side for side in f.sides or (f.ranks,))
+
+
 def _is_of(f: Finding, things: Collection[tuple[str, str]]) -> bool:
     """True if the finding is about one of these things, given by name and kind, or about no thing."""
-    return not _OF_NO_THING.isdisjoint((f.kind, f.name)) or (f.name, _SLOT.get(f.kind, f.kind)) in things
+    name = f.name.partition(" (")[0] if f.kind == COHERENCE else f.name  # Of a cast: "0 (rows)".
+    return not _OF_NO_THING.isdisjoint((f.kind, f.name)) or (name, _SLOT.get(f.kind, f.kind)) in things
 
 
 def _lowest_rank(f: Finding) -> int:

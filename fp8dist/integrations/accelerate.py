@@ -65,7 +65,7 @@ class _State:
         self._manager = manager
 
     def state_dict(self) -> dict[str, bytes]:
-        """Return the state of all ranks. COLLECTIVE."""
+        """Return the state of all ranks. COLLECTIVE unless all ranks share it: many programs save on rank 0 alone."""
         return state_of_all_ranks(self._manager)
 
     def load_state_dict(self, state_dict: dict[str, bytes]) -> None:

@@ -96,7 +96,8 @@ class FP8Precision(Precision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the FP8 state of all ranks, for Lightning's checkpoint, which rank 0 may write alone. COLLECTIVE."""
+        """Return the FP8 state of all ranks, for Lightning's checkpoint, which rank 0 may write alone. COLLECTIVE,
+        unless all ranks share it."""
         return {} if self.manager is None else state_of_all_ranks(self.manager)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

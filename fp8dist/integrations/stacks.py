@@ -142,11 +142,12 @@ def _is_number(value: Any) -> bool:
 
 
 def state_of_all_ranks(manager: fp8dist.StateManager) -> dict[str, bytes]:
-    """Return the FP8 state with what other ranks do not share, for a checkpoint that one rank writes. COLLECTIVE."""
+    """Return the FP8 state with what other ranks do not share, for a checkpoint that one rank writes. COLLECTIVE if
+    there is any (``amax_sync=False``, or groups of some ranks). Otherwise one rank may save alone."""
     state = manager.state_dict()
-    if world() is None:
-        return state
     own = {key: value for key, value in state.items() if key != "shared"}
+    if not own:  # On no rank.
+        return state
     gathered: list[Any] = [own] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     return state | {key: value for theirs in gathered for key, value in theirs.items()}

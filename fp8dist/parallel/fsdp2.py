@@ -84,6 +84,8 @@ class ShardedWeights:
             id(module): tuple(weight for inner in module.modules() for weight in held.get(inner, ()))
             for module in modules
         }
+        fsdp = {id(module) for module in modules}
+        self._inner = {id(module): fsdp.intersection(map(id, module.modules())) - {id(module)} for module in modules}
         self._settle, self._fit = weakref.WeakMethod(settle), weakref.WeakMethod(fit)
         self._outermost: int | None = None  # Id of the FSDP module whose forward runs, and is inside no other.
         meshes = {id(mesh): mesh for weight in weights for mesh, _ in weight.cuts}
@@ -189,8 +191,7 @@ class ShardedWeights:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         """Hook before the forward of each FSDP module. Acts only for the outermost one, and not in a recomputation."""
         settle, fit = self._settle(), self._fit()
-        inside = self._outermost not in (None, id(module))  # Of the same module: a registered method has raised.
-        if inside or settle is None or fit is None or in_backward():
+        if self._is_inside(module) or settle is None or fit is None or in_backward():
             return
         settle()
         weights = self._within[id(module)]
@@ -199,6 +200,11 @@ class ShardedWeights:
         self._outermost = id(module)
         self._forward.in_forward, self._forward.grad_enabled = True, torch.is_grad_enabled()
         self._forward.settled()
+
+    def _is_inside(self, module: nn.Module) -> bool:
+        """True if the forward of an FSDP module runs inside that of another one that contains it. Others do not count:
+        torch does not say when a registered method raises, so it may run no more."""
+        return self._outermost is not None and id(module) in self._inner[self._outermost]
 
     def _look_ahead(self, arenas: Iterable[ArenaSync], steps: int = LOOK_AHEAD) -> None:
         """Make the next ``steps`` steps compare the weights of these arenas with their scales. Local, but all ranks of
@@ -309,7 +315,7 @@ class ShardedWeights:
     @torch.compiler.disable
     def _before_method(self, module: nn.Module, args: Any) -> None:
         """Act as before a forward. A method may also be called inside of one."""
-        self._entered.append(self._outermost is None)
+        self._entered.append(not self._is_inside(module))
         self._before_forward(module, args)
 
     @torch.compiler.disable

@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, DivergenceReport, StateManager
+from fp8dist.checks.standing import Standing, kinds_of
+from fp8dist.common.divergence import COHERENCE, MORE, Finding
 from fp8dist.errors import DivergenceError
 from tests.support.collectives import counted_collectives
 from tests.support.elements import flip
@@ -480,6 +482,37 @@ def test_what_a_check_did_not_compare_is_not_equal_again() -> None:
     name = "parameter '1.0.bias' on ranks 0, 1"
     expected = ["parameters differ between ranks", f"fp8dist: still: {name}", f"fp8dist: equal again: {name}"]
     assert [text.split("\n")[0] for _, text in log] == ([] if dist.get_rank() else expected)
+
+
+def test_what_is_over_is_over_on_all_ranks() -> None:
+    """Ranks 1 and 2 hold "b", and find it equal again. Rank 0, which holds only "a", logs the next report."""
+    b, a = (Finding(1, "parameter", name, ranks, None, sides=(ranks[:1], ranks[1:])) for name, ranks in OF_RANKS)
+    standing = [Standing() for _ in range(3)]
+    texts = []
+    for findings in ((b,), (), (a, b)):
+        report = DivergenceReport(findings)
+        for rank, (one, name) in enumerate(zip(standing, "abb")):
+            texts += one.gone(report, kinds_of(["parameter"]), rank, {(name, "parameter")})
+        of_all = [one.texts(report) for one in standing]
+        texts += of_all[report.reporting_rank] if findings else []
+    assert [text.split("\n")[0] for text in texts] == [
+        "parameters differ between ranks",
+        "fp8dist: equal again: parameter 'b' on ranks 1, 2, different since step 1",
+        "parameters differ between ranks",
+    ]
+
+
+OF_RANKS = (("b", (1, 2)), ("a", (0, 3)))
+
+
+@pytest.mark.parametrize("kind", ["parameter", COHERENCE])
+def test_what_is_counted_and_not_named_is_over_with_what_is_named(kind: str) -> None:
+    """A check of another model compares neither."""
+    named, more = Finding(1, kind, "1.bias", (0,), None), Finding(1, kind, MORE, (0,), None, detail="7 more")
+    standing, equal = Standing(), DivergenceReport()
+    standing.texts(DivergenceReport((named, more)))
+    assert standing.gone(equal, [kind], 0, {("0.bias", kind)}) == []
+    assert len(standing.gone(equal, [kind], 0, {("1.bias", kind)})) == 2
 
 
 @on_ranks(3)

@@ -92,7 +92,10 @@ def _resumed(folder: str, sharded: bool, options: dict[str, Any]) -> None:
         return Accelerated(_accelerator(folder, **plugin), **options)
 
     def save(trainee: Any) -> None:
-        trainee.accelerator.save_state(f"{folder}/saved")
+        # What all ranks share, rank 0 may save alone, as the programs of Diffusers do.
+        if sharded or options or dist.get_rank() == 0:
+            trainee.accelerator.save_state(f"{folder}/saved")
+        dist.barrier()
 
     def load(trainee: Any) -> None:
         trainee.accelerator.load_state(f"{folder}/saved")

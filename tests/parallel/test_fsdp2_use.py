@@ -276,6 +276,35 @@ def test_a_method_that_is_registered_as_a_forward_is_one(root_alone: bool) -> No
     assert results[0] == results[1]
 
 
+class _Encoding(nn.Sequential):
+    def encode(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ZeroDivisionError
+        return self(x)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_a_registered_method_of_a_part_that_raised_does_not_hide_the_models_forward() -> None:
+    results = []
+    for raises in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(_Encoding(nn.Linear(32, 48)), nn.Linear(48, 16))
+        manager = prepared(model, group=dist.group.WORLD)
+        for part in (model[0], model):
+            fully_shard(part)
+        register_fsdp_forward_method(model[0], "encode")
+        manager.attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+        x = batch(dist.get_rank(), 0)[0]
+        model(x).sum().backward()
+        if raises:
+            with pytest.raises(ZeroDivisionError):
+                model[0].encode(x * torch.nan)
+        with torch.no_grad():
+            model[1].weight.mul_(8)
+        results.append(bits(model(x)))
+    assert results[0] == results[1]
+
+
 @on_ranks(2)
 def test_a_gathered_weight_that_comes_back_into_fp8_keeps_its_scale() -> None:
     """The scale is checked whenever the weight is gathered."""
