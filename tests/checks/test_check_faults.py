@@ -529,6 +529,14 @@ def test_what_is_over_is_over_on_all_ranks() -> None:
 OF_RANKS = (("b", (1, 2)), ("a", (0, 3)))
 
 
+def test_a_difference_of_a_sync_that_no_slot_explains_is_over_with_a_check_of_slots() -> None:
+    unexplained = Finding(1, "scale", "scale", (0, 1), None, detail="the header differed")
+    standing = Standing()
+    standing.texts(DivergenceReport((unexplained,)))
+    assert standing.gone(DivergenceReport(), kinds_of(["parameter"]), 0, {("0.bias", "parameter")}) == []
+    assert len(standing.gone(DivergenceReport(), kinds_of(["slot"]), 0, {("0:input", "slot")})) == 1
+
+
 @pytest.mark.parametrize("kind", ["parameter", COHERENCE])
 def test_what_is_counted_and_not_named_is_over_with_what_is_named(kind: str) -> None:
     """A check of another model compares neither."""
