@@ -33,7 +33,7 @@ from fp8dist.checks.repair import Repairs, mended_texts, repair
 from fp8dist.checks.replication import around, is_plain
 from fp8dist.checks.report import DivergenceReport, announce, conclude, log_on_one_rank, save_evidence
 from fp8dist.checks.standing import HEADER_KINDS, Standing, kinds_of
-from fp8dist.common.divergence import COHERENCE, Finding, compared_text
+from fp8dist.common.divergence import COHERENCE, MORE, Finding, compared_text
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.model_state import ModelState
@@ -654,7 +654,7 @@ class Comparison:
     def holdings(self) -> Holdings:
         """Return what this rank brings to the check. Local."""
         inventory = Inventory(self.anchor, self.vouched, self.groups, adopted=self.adopted)
-        for checker, within in zip(self.checkers, self.within or ("",)):
+        for checker, within in self.named_checkers:
             for sync in checker.state.syncs if self.scope.state else ():
                 inventory.add_arena(sync, within)
         if self.module is not None:
@@ -666,6 +666,11 @@ class Comparison:
         if self.module is not None and self.scope.compute:
             inventory.add_computations(self.module)
         return inventory.holdings(self.step, self.manifest, self.last_good)
+
+    @property
+    def named_checkers(self) -> list[tuple[Checker, str]]:
+        """The checkers, each with what the names of its slots begin with."""
+        return list(zip(self.checkers, self.within or ("",)))
 
     @property
     def enabled(self) -> bool:
@@ -708,7 +713,8 @@ def run_check(
         on_device(of.device),
         failing_by_name(owner, lambda: f"the check of step {of.step}" if of.step else "the check", anchor.ranks),
     ):
-        known = [finding for checker in checkers for finding in checker.known_findings()]
+        found = [(within, f) for checker, within in of.named_checkers for f in checker.known_findings()]
+        known = [f if f.name in (f.kind, MORE) else replace(f, name=within + f.name) for within, f in found]
         try:
             compared = check_replicas(anchor, of.holdings, known, everything=policy == "repair")
             if of.module is not None and _may_adopt(compared):

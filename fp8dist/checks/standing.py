@@ -120,7 +120,8 @@ def _is_held_by(f: Finding, rank: int) -> bool:
 def _is_of(f: Finding, things: Collection[tuple[str, str]]) -> bool:
     """True if the finding is about one of these things, given by name and kind, or about no thing."""
     name = f.name.partition(" (")[0] if f.kind == COHERENCE else f.name  # Of a cast: "0 (rows)".
-    return not _OF_NO_THING.isdisjoint((f.kind, f.name)) or (name, _SLOT.get(f.kind, f.kind)) in things
+    of_none = f.name == f.kind or not _OF_NO_THING.isdisjoint((f.kind, f.name))
+    return of_none or (name, _SLOT.get(f.kind, f.kind)) in things
 
 
 def _lowest_rank(f: Finding) -> int:

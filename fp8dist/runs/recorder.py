@@ -78,7 +78,7 @@ class Recorder:
         every: interval in steps of the watch and of the FP8 numbers. 0: no watch, and no collective.
         resume_after: the step that the run continues from. Numbers of later steps are dropped. "state": that of the FP8
             state that is loaded before the first step, also after ``attach``; the run is a new one if none is loaded.
-            Until the first step the folder stays as it is.
+            Until the first step the folder stays as it is: events wait for that, or for ``close``.
         ranks: also record who held each maximum, and the times of each rank. See ``fp8dist.watch``.
         exporters: get the same numbers, on the writing rank. One that raises is left out from then on.
         precision: what the run computes in, such as "bf16". None: "fp8", or the default dtype of a run without FP8.

@@ -484,6 +484,30 @@ def test_what_a_check_did_not_compare_is_not_equal_again() -> None:
     assert [text.split("\n")[0] for _, text in log] == ([] if dist.get_rank() else expected)
 
 
+@on_ranks(2)
+def test_what_the_sync_of_one_of_several_models_has_found_is_named_as_what_a_check_finds() -> None:
+    """Else it would never be equal again: a scale of the second model differs twice, and is equal in between."""
+    nets = [nn.Sequential(nn.Linear(16, 16)) for _ in range(2)]
+    recipe = DelayedScaling(history_len=2, update="next_step")
+    managers = [fp8dist.prepare(net, recipe, group=dist.group.WORLD, check_policy="warn") for net in nets]
+    both = nn.ModuleList([DistributedDataParallel(net) for net in nets])
+    for manager, module in zip(managers, both):
+        manager.attach(module)
+    with captured_log() as log:
+        for damaged in (False, False, True, *[False] * 4, True):
+            if damaged:
+                managers[1].slot("0", "weight").scale.mul_(1 + dist.get_rank())
+            for manager, net in zip(managers, both):
+                net(torch.ones(4, 16)).sum().backward()
+                manager.step()
+                net.zero_grad()
+            fp8dist.check(both, policy="warn")
+    scale = "scale of '1.0:weight' on ranks 0, 1"
+    table = "FP8 state differs between ranks"
+    texts = [text.split("\n")[0].partition(", different since")[0] for _, text in log]
+    assert texts == ([] if dist.get_rank() else [table, f"fp8dist: equal again: {scale}", table])
+
+
 def test_what_is_over_is_over_on_all_ranks() -> None:
     """Ranks 1 and 2 hold "b", and find it equal again. Rank 0, which holds only "a", logs the next report."""
     b, a = (Finding(1, "parameter", name, ranks, None, sides=(ranks[:1], ranks[1:])) for name, ranks in OF_RANKS)
@@ -503,6 +527,14 @@ def test_what_is_over_is_over_on_all_ranks() -> None:
 
 
 OF_RANKS = (("b", (1, 2)), ("a", (0, 3)))
+
+
+def test_a_difference_of_a_sync_that_no_slot_explains_is_over_with_a_check_of_slots() -> None:
+    unexplained = Finding(1, "scale", "scale", (0, 1), None, detail="the header differed")
+    standing = Standing()
+    standing.texts(DivergenceReport((unexplained,)))
+    assert standing.gone(DivergenceReport(), kinds_of(["parameter"]), 0, {("0.bias", "parameter")}) == []
+    assert len(standing.gone(DivergenceReport(), kinds_of(["slot"]), 0, {("0:input", "slot")})) == 1
 
 
 @pytest.mark.parametrize("kind", ["parameter", COHERENCE])
