@@ -93,6 +93,7 @@ def test_the_core_loads_no_tool() -> None:
         "import fp8dist, sys, torch\n"
         "from fp8dist.job import public\n"
         "used = [getattr(fp8dist, name) for name in public.__all__]\n"
+        "print('torch._dynamo' in sys.modules)\n"  # It takes 100 MB, and seconds.
         "model = torch.nn.Linear(16, 16)\n"
         "optimizer = torch.optim.SGD(model.parameters())\n"
         "manager = fp8dist.prepare(model)\n"
@@ -108,7 +109,8 @@ def test_the_core_loads_no_tool() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    loaded, later = map(str.split, done.stdout.splitlines())
+    dynamo, loaded, later = map(str.split, done.stdout.splitlines())
+    assert dynamo == ["False"]
     assert len(loaded) > 50
     assert not [name for name in loaded if FLOOR[str(room_of(name))] >= len(CORE)]
     senders = ("tensorboard", "torch.utils.tensorboard", "wandb", "mlflow", "prometheus_client", "opentelemetry")

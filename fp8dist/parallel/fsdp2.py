@@ -96,7 +96,9 @@ class ShardedWeights:
         for module in modules:
             before = module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
             after = module.register_forward_hook(torch.compiler.disable(self._after_forward), always_call=True)
-            methods = ForwardMethods(module, self._before_method, self._after_method)
+            # Not as a decorator, which would load Dynamo with this file.
+            around = map(torch.compiler.disable, (self._before_method, self._after_method))
+            methods = ForwardMethods(module, *around)
             self._handles += [before, after, methods]
 
     def remove(self) -> None:
@@ -312,13 +314,11 @@ class ShardedWeights:
             self._look_ahead(weight.slots.weight_sync for weight in unfit)
             self.reshard()  # Drops weights gathered with the old scales.
 
-    @torch.compiler.disable
     def _before_method(self, module: nn.Module, args: Any) -> None:
         """Act as before a forward. A method may also be called inside of one."""
         self._entered.append(not self._is_inside(module))
         self._before_forward(module, args)
 
-    @torch.compiler.disable
     def _after_method(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._entered.pop():
             self._after_forward(module, args, output)
