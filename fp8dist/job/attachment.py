@@ -78,7 +78,7 @@ class Attachment:
         reshard(fsdp2_modules(whole))  # Modules may still hold weights that an evaluation has gathered.
         resharded, axes = resharded_modules(whole), fsdp2_axes(whole)
         self._warn_of_torch(whole)
-        require_fitting(model, whole, resharded, optimizers, cycle)
+        require_fitting(model, whole, resharded, axes, optimizers, cycle)
         unheld = warn_of_unheld(model, whole, optimizers) if cycle.settings.enabled else []
         self._before = cycle.scales.sharded or self._before
         self.release()

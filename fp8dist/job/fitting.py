@@ -26,7 +26,7 @@ from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.parallel.fsdp2 import require_whole_blocks
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import require_checkable
-from fp8dist.parallel.wrappers import fsdp2_axes, fsdp2_cut, managed_from_outside, mesh_ranks, multiplied_shape
+from fp8dist.parallel.wrappers import fsdp2_cut, managed_from_outside, mesh_ranks, multiplied_shape
 from fp8dist.state.groups import has_base, is_dtensor
 from fp8dist.state.slots import clean_fqn
 from fp8dist_kernels import BLOCK
@@ -37,9 +37,15 @@ logger = logging.getLogger("fp8dist")
 
 
 def require_fitting(
-    model: nn.Module, whole: nn.Module, resharded: set[nn.Module], optimizers: Sequence[Optimizer], cycle: StepCycle
+    model: nn.Module,
+    whole: nn.Module,
+    resharded: set[nn.Module],
+    axes: Mapping[int, int],
+    optimizers: Sequence[Optimizer],
+    cycle: StepCycle,
 ) -> None:
-    """Raise ConfigurationError if the model as it is wrapped now, or an optimizer, does not fit the state. Local."""
+    """Raise ConfigurationError if the model as it is wrapped now, or an optimizer, does not fit the state. Local.
+    ``axes``: ``fsdp2_axes`` of ``whole``."""
     settings = cycle.settings
     _require_own(model, cycle)
     if settings.enabled and optimizers and has_base(whole, "DeepSpeedEngine"):
@@ -50,9 +56,9 @@ def require_fitting(
         )
     if settings.check_every:
         require_checkable(whole)
-    _require_products(model, whole, resharded)
+    _require_products(model, whole, resharded, axes)
     if settings.enabled and settings.fp8_all_gather:
-        require_whole_blocks(model, whole)
+        require_whole_blocks(model, whole, axes)
     _require_groups(model, whole, cycle)
     _require_current(model, whole, optimizers)
 
@@ -68,13 +74,12 @@ def _require_own(model: nn.Module, cycle: StepCycle) -> None:
             )
 
 
-def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Module]) -> None:
+def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Module], axes: Mapping[int, int]) -> None:
     for linear in managed_from_outside(model, resharded, whole):
         raise ConfigurationError(
             f"{linear.fp8_slots.fqn}: fully_shard() was called on a module around the prepared model: pass it as "
             "attach(module=…)"
         )
-    axes = fsdp2_axes(whole)
     for linear in fp8_linears(model):
         fqn = linear.fp8_slots.slots[Role.WEIGHT].fqn
         if linear in resharded and "weight" not in linear._parameters:

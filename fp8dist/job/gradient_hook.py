@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
+from fp8dist.checks.replication import ddp_parameters
 from fp8dist.common.patterns import matching
 from fp8dist.errors import ConfigurationError
-from fp8dist.parallel.torch_internals import reduced_by_ddp
 from fp8dist.parallel.wire import Phases, Reduced, all_reduce, all_reduce_by_nodes, travels_in_fp8, unpack
 from fp8dist.state.arena_sync import ArenaSync, carry
 from fp8dist.state.groups import SyncGroup
@@ -109,7 +108,8 @@ class GradientHook:
         parameter has the id ``first``. Keep those of other DDP modules, which may be around this one."""
         before, self._task = self._task, torch._C._current_graph_task_id()
         if self._under_way:
-            ddps = _ddps_of(self._model())
+            model = self._model()
+            ddps = {} if model is None else ddp_parameters(model)
             # Of a module that is not known, a backward shows itself by its task. -1: of a rank without data, in Join.
             same = self._task == before != -1 and first not in ddps
             self._under_way = [one for one in self._under_way if same or ddps.get(one.first) is not ddps.get(first)]
@@ -206,12 +206,6 @@ class GradientHook:
         self.received.stream.wait_stream(torch.cuda.current_stream(whole.device))
         with torch.cuda.stream(self.received.stream):
             yield
-
-
-def _ddps_of(model: nn.Module | None) -> dict[int, nn.Module]:
-    """Return the DDP module in ``model`` that reduces a parameter, by its id."""
-    ddps = () if model is None else (one for one in model.modules() if isinstance(one, DistributedDataParallel))
-    return {key: ddp for ddp in ddps for key in reduced_by_ddp(ddp)}
 
 
 def _together(parts: list[Tensor], whole: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from fp8dist.modules.parts import Part, fp8_parts
 from fp8dist.parallel.sharded_weight import ForwardState, ShardedWeight, in_backward
 from fp8dist.parallel.torch_internals import ForwardMethods, FSDPHome, fsdp2_groups, fsdp2_modules
 from fp8dist.parallel.wrappers import (
-    fsdp2_axes,
     fsdp2_cut,
     multiplied_shape,
     reshard,
@@ -359,8 +358,9 @@ def _gathered(model: nn.Module, whole: nn.Module) -> list[list[Part]]:
     return list(found.values())
 
 
-def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
-    """Check that FSDP2 shards weights between their blocks, for recipes with a scale per block. Local.
+def require_whole_blocks(model: nn.Module, whole: nn.Module, axes: Mapping[int, int]) -> None:
+    """Check that FSDP2 shards weights between their blocks, for recipes with a scale per block. Local. ``axes``:
+    ``fsdp2_axes`` of ``whole``.
 
     Each rank casts its shard alone, so it cannot know the amax of a block that continues on another rank. Nor can FSDP2
     gather scales along with uneven shards.
@@ -368,7 +368,6 @@ def require_whole_blocks(model: nn.Module, whole: nn.Module) -> None:
     Raises:
         ConfigurationError: on all ranks, if a shard ends inside a block, or if shards are uneven.
     """
-    axes = fsdp2_axes(whole)
     for part, *_ in _gathered(model, whole):
         if part.slots.recipe.by not in ("block", "mx"):
             continue
