@@ -6,6 +6,7 @@ of another table, and one line when the ranks are equal again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import replace
 from types import MappingProxyType
@@ -14,6 +15,9 @@ from fp8dist.checks.contents import FINDING_KINDS
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.common.divergence import COHERENCE, MORE, Finding
 from fp8dist.common.text import first_few
+from fp8dist.state.groups import SyncGroup
+
+logger = logging.getLogger("fp8dist")
 
 HEADER_KINDS = frozenset({"manifest", "step", "scale"})
 """The kinds of findings that are over if the header of a sync agrees. The header is the part of a step's all-reduce
@@ -98,6 +102,29 @@ class Standing:
             if rank == _lowest_rank(f)
         ]
         return _few(lines, "fp8dist: equal again")
+
+
+def log_changes(
+    group: SyncGroup | None,
+    standing: Standing,
+    report: DivergenceReport,
+    kinds: Collection[str],
+    nonfinite_rank: int | None = None,
+    things: Collection[tuple[str, str]] | None = None,
+) -> None:
+    """Log what changed since the last report: earlier findings that are gone, and new values that are not finite.
+    Local.
+
+    Args:
+        standing: the findings of earlier reports.
+        kinds: of the findings that ``report`` would have if they were not gone.
+        nonfinite_rank: the rank that logs values that are not finite; None: there is one rank, or no such value.
+        things: see ``Standing.gone``.
+    """
+    rank = group.rank if group is not None else 0
+    new = standing.not_finite(report, nonfinite_rank)
+    for text in (*standing.gone(report, kinds, rank, things), *(new if nonfinite_rank in (None, rank) else ())):
+        logger.warning("%s", text)
 
 
 def kinds_of(compared: Collection[str]) -> set[str]:

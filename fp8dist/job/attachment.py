@@ -211,7 +211,7 @@ class Attachment:
                 "FP8 save the state_dict and build the model anew without fp8_all_gather"
             )
         cycle.state.settle()
-        cycle.checker.act_on_verdicts(joins=False)
+        cycle.verdicts.act(joins=False)
         self._untie()
 
     def restore(self, model: nn.Module) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from fp8dist.checks.at_rest import AtRest
 from fp8dist.checks.audit import Audits
 from fp8dist.checks.checker import Checker
+from fp8dist.checks.events import EventQueue
+from fp8dist.checks.verdicts import Verdicts
 from fp8dist.errors import ConfigurationError, SyncError
 from fp8dist.job.measurement import Measurement
 from fp8dist.job.order import require_order
@@ -34,7 +36,7 @@ class StepCycle:
 
     Attributes:
         control: the precision of modules.
-        checker: acts on what syncs prove, and compares ranks.
+        events: what callbacks get. ``verdicts``: acts on what syncs prove. ``checker``: compares ranks on request.
         scales: the scales of weights, and the weights that FSDP2 gathers in FP8.
         measurement: the watch, and the time that steps wait in syncs.
         checks: runs the checks that are due.
@@ -58,9 +60,11 @@ class StepCycle:
         self.audits: Audits | None = None
         self.at_rest = AtRest(state.settings.at_rest_every)
         self.control = PrecisionControl(state)
-        self.checker = Checker(state, self.control)
+        self.events = EventQueue()
+        self.verdicts = Verdicts(state, self.control, self.events)
+        self.checker = Checker(state, self.verdicts, self.events)
         self.scales = WeightScales(state)
-        self.measurement = Measurement(state, self.checker)
+        self.measurement = Measurement(state, self.events)
         self.checks = PeriodicChecks(state, self.checker, self.scales, self.at_rest)
         self.listeners: list[Callable[[bool], None]] = []
         self._loaded = False  # State was loaded, and no step has ended since.
@@ -153,9 +157,9 @@ class StepCycle:
         if self.settings.enabled:
             if not calibrated:
                 self.control.end_step()
-            self.checker.act_on_verdicts(self.job.joined)
+            self.verdicts.act(self.job.joined)
         if self.audits is not None and not (calibrated or self.job.joined):
-            self.checker.settle_audits(self.audits)
+            self.verdicts.settle_audits(self.audits)
         self.checks.run_if_due(passed, in_step=True)
 
     def detached(self) -> None:
@@ -205,7 +209,7 @@ class StepCycle:
             self.measurement.end_step()
             self.begin_audit()
         if not in_graph:
-            self.checker.act_on_verdicts(self.job.joined, only_immediate=True)
+            self.verdicts.act(self.job.joined, only_immediate=True)
 
     def count_from_state(self, step: int | None = None) -> None:
         """Set ``run_step``, and begin to measure and audit anew. Local.
@@ -221,6 +225,7 @@ class StepCycle:
         else:
             self.job.step = max((int(sync.arena.step) for sync in self.syncs), default=0)
         self.job.began = self.job.step
+        self.verdicts.forget_steps()
         self.checker.forget_steps()
         self.measurement.restart()
         self.begin_audit()  # After Join, ranks have counted other numbers of steps.

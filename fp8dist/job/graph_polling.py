@@ -28,11 +28,11 @@ class GraphPolling:
         cycle.state.settle()
         job.invalidate_casts()
         if cycle.settings.enabled:
-            cycle.checker.act_on_verdicts(job.joined)
+            cycle.verdicts.act(job.joined)
         for sync in cycle.syncs:
             sync.poll()
         try:
-            cycle.checker.act_on_verdicts(job.joined)
+            cycle.verdicts.act(job.joined)
         finally:
             replays = max((sync.replays for sync in cycle.syncs), default=0)
             new, self._replays = replays - self._replays, replays

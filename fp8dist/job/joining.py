@@ -66,7 +66,7 @@ def resync_after_join(cycle: StepCycle) -> None:
     max-reduction, and broadcasts of the whole state, per arena."""
     cycle.state.settle()
     # Ranks without data have no verdicts. Act on those of the other ranks before taking over their state.
-    cycle.checker.act_on_verdicts(True, raises=False)
+    cycle.verdicts.act(True, raises=False)
     for sync in cycle.syncs:
         _take_furthest(sync, cycle.precisions, cycle.control)
         if sync.phase is not Phase.IDLE:

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from fp8dist.checks.checked import Checked
-from fp8dist.checks.checker import Event
 from fp8dist.checks.coherence import lost_ties, ties_of
+from fp8dist.checks.events import Event
 from fp8dist.checks.inventory import Scope
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.common.names import check_keywords, require_bool, require_choice, require_int
@@ -269,7 +269,7 @@ class StateManager(FormerNames, JoinedManager):
         """Register a function that is called with each Event. Local."""
         if not callable(callback):
             raise ConfigurationError(f"callback must be a function of an Event, got {callback!r}")
-        self._cycle.checker.callbacks.append(callback)
+        self._cycle.events.callbacks.append(callback)
 
     def check(
         self,
@@ -503,7 +503,7 @@ class StateManager(FormerNames, JoinedManager):
     def verified(self) -> Verified:
         """What syncs and checks have proven since ``attach``. Local. Does not read the device."""
         checker = self._cycle.checker
-        return Verified(checker.proven, checker.checked, checker.last)
+        return Verified(self._cycle.verdicts.proven, checker.checked, checker.last)
 
     def metrics(self) -> dict[str, float]:
         """Return numbers for any logger: slots, cold slots, non-finite and saturated amaxes, modules in high precision,

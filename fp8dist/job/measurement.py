@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fp8dist.checks.checker import Checker, Event
+from fp8dist.checks.events import Event, EventQueue
 from fp8dist.modules.model_state import ModelState
 from fp8dist.state.microbatches import Microbatches
 from fp8dist.state.waits import Waits
@@ -15,8 +15,8 @@ from fp8dist_kernels.formats import Role
 class Measurement:
     """Measures the steps of one manager. ``watch``: ``fp8dist.watch`` sets it; None: nothing is collected."""
 
-    def __init__(self, state: ModelState, checker: Checker) -> None:
-        self._state, self._checker = state, checker
+    def __init__(self, state: ModelState, events: EventQueue) -> None:
+        self._state, self._events = state, events
         self.watch: Watch | None = None
         self.waits = Waits()
         for sync in state.syncs:
@@ -68,13 +68,13 @@ class Measurement:
             jumps = self.watch.collect(step, syncs, waited, self._microbatches_known())
             if jumps:
                 cause = self.watch.outlier(jumps, syncs)
-                self._checker.queue(Event("jump", step, tuple(jump.slot for jump in jumps), cause=cause))
+                self._events.queue(Event("jump", step, tuple(jump.slot for jump in jumps), cause=cause))
             # Syncs find non-finite amaxes themselves. Recipes without one need the watch for that.
             cause, slots = self.watch.nonfinite(step)
             unsynced = {slot for sync in syncs if not sync.every_step for slot in sync.arena.index}
             bad = tuple(slot for slot in slots if slot in unsynced)
             if bad:
-                self._checker.queue(Event("nonfinite", step, bad, cause=cause))
+                self._events.queue(Event("nonfinite", step, bad, cause=cause))
 
     def _microbatches_known(self) -> bool:
         """True if this rank knows which microbatch recorded what: every FP8Linear that recorded an amax did so in

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8dist.checks.axes import Adopted, Axes
-from fp8dist.checks.checker import Comparison, check_alone, run_check
 from fp8dist.checks.coherence import Asked, ties_of
+from fp8dist.checks.comparison import Comparison, check_alone, run_check
 from fp8dist.checks.inventory import Scope
 from fp8dist.checks.repair import Repairs
 from fp8dist.checks.report import DivergenceReport
@@ -128,7 +128,8 @@ def check(
         enrol()  # So that an error can name the host of a missing rank.
     anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     managers = managers_in(module)
-    checkers = [Internals(manager).settled().checker for manager in managers]
+    cycles = [Internals(manager).settled() for manager in managers]
+    checkers = [cycle.checker for cycle in cycles]
     within = _names_in(module, managers) if len(managers) > 1 else ()  # Their slots may have equal names.
     meet(anchor, "fp8dist.check()")
     remembered = module.__dict__[LAST_GOOD_STEPS]  # Of a run that may have gone back to an earlier step since.
@@ -139,11 +140,12 @@ def check(
         memory = checkers[0].along if checkers else module.__dict__.setdefault(ALONG_AXES, {})
         adopted = Adopted(given, memory)
     compared = Comparison(
-        anchor, checkers, module, scope, device, step or 0, last_good, vouched=vouched, groups=groups, adopted=adopted,
-        within=within,
+        anchor, [cycle.verdicts for cycle in cycles], module, scope, device, step or 0, last_good, vouched=vouched,
+        groups=groups, adopted=adopted, within=within,
     )  # fmt: skip
     repairs = checkers[0].repairs if checkers else module.__dict__.setdefault(REPAIRS, Repairs())
-    report = run_check(compared, policy, _INSTEAD, report_dir(), repairs, max_repairs)
+    standing = checkers[0].standing if checkers else Standing()  # Without a manager, each check starts anew.
+    report = run_check(compared, policy, _INSTEAD, report_dir(), standing, repairs, max_repairs)
     if not compared.enabled:
         checkers[0].warn_of_skipped(report, anchor)
     if not (report.diverged or report.nonfinite) and step is not None:

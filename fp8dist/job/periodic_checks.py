@@ -54,7 +54,7 @@ class PeriodicChecks:
                 self._checker.inferred.look(whole, finished)
             anchor, values = self._checker.anchor(), self._state.values
             if values is not None and anchor is not None and anchor.communicates:
-                compare_values(values, anchor, False, finished, policy != "warn", self._checker.notify_diverged)
+                compare_values(values, anchor, False, finished, policy != "warn", self._checker.events.notify_diverged)
 
     def run(self, scope: Scope, policy: Policy, max_repairs: int | None) -> DivergenceReport:
         """Compare FP8 state, and everything that ``scope`` selects, across the ranks. COLLECTIVE."""
@@ -103,5 +103,5 @@ class PeriodicChecks:
             return report
         with failing_by_name("fp8dist.check", lambda: f"the check of step {step}", anchor.ranks):
             found = [replace(one, step=step) for one in findings_of_gradients(self._state.job.received, anchor)]
-        announce(DivergenceReport(tuple(found)), anchor, policy != "warn", self._checker.notify_diverged)
+        announce(DivergenceReport(tuple(found)), anchor, policy != "warn", self._checker.events.notify_diverged)
         return replace(report, findings=(*report.findings, *found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8dist import ddp, errors, fsdp
 from fp8dist.checks.axes import Axes
-from fp8dist.checks.checker import Event
+from fp8dist.checks.events import Event
 from fp8dist.checks.random_state import random_state
 from fp8dist.checks.report import DivergenceReport
 from fp8dist.checks.values import check_values

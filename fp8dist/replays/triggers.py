@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8dist.checks.checker import Event
+from fp8dist.checks.events import Event
 from fp8dist.common.names import check_keywords, require_choice, require_int
 from fp8dist.errors import ConfigurationError, LossAlarm, SyncError
 from fp8dist.job.manager import Internals, StateManager
@@ -204,7 +204,7 @@ class _Replays:
         if noted is not None and noted.step < now:  # An earlier step was replayed at its own boundary.
             del self._wishes["nonfinite"]
         if "nonfinite" in self._events and Internals(self._manager).cycle.found_nonfinite():
-            cause = Internals(self._manager).cycle.checker.cause_of_nonfinite()
+            cause = Internals(self._manager).cycle.verdicts.cause_of_nonfinite()
             self._note("nonfinite", now, *((None, None) if cause is None else (cause.microbatch, cause.rank)))
         self._replay_if_agreed()
         self._rest = max(0, self._rest - 1)
@@ -311,7 +311,7 @@ class _Replays:
             f"{replayed.report}"
         )
         if self._manager is not None:
-            Internals(self._manager).cycle.checker.notify(event)
+            Internals(self._manager).cycle.events.notify(event)
         if self._callback is not None:
             self._callback(event)
 

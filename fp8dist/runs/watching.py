@@ -73,7 +73,7 @@ def watch(
             raise ConfigurationError(f"watch(path={str(lines)!r}): an earlier watch writes there: give another file")
         observers.insert(0, SlotOutputs(lines, folder, resume_after))
     shared.add(every, ranks, alarm, resume_after, observers)
-    cycle.measurement.watch = cycle.checker.amaxes = shared
+    cycle.measurement.watch = cycle.verdicts.amaxes = shared
 
 
 def describe(manager: StateManager) -> dict[str, Any]:

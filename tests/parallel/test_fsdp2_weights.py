@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8dist
 from fp8dist import CurrentScaling, DelayedScaling, Fallback, Recipe
-from fp8dist.checks.checker import Event
+from fp8dist.checks.events import Event
 from fp8dist.errors import ConfigurationError, ManifestMismatchError
 from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.modules.outgrown import OUTGROWN

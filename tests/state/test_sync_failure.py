@@ -64,7 +64,7 @@ def _not_checked(policy: Any, late: bool) -> str:
     net = nn.Linear(16, 16)
     if dist.get_rank() == 1:
         if late:
-            with mock.patch("fp8dist.checks.checker.repair", side_effect=KeyError), pytest.raises(KeyError):
+            with mock.patch("fp8dist.checks.comparison.repair", side_effect=KeyError), pytest.raises(KeyError):
                 fp8dist.check(net, group=group, policy=policy)
         return ""
     with pytest.raises(SyncError) as caught, short_grace(1.5):
