@@ -7,6 +7,7 @@ from typing import Any
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.integrations.stacks import RunLog, RunTarget, install, state_of_all_ranks, world
+from fp8dist.state.groups import has_base
 from fp8dist.state.recipe import Recipe
 
 try:
@@ -53,8 +54,13 @@ def prepare(
     model, optimizer, *others = accelerator.prepare(model, optimizer, *rest)
     if run is not None:
         accelerator.trackers.append(_Tracker(RunLog(run, manager)))
-    manager.attach(model, optimizer=optimizer, scaler=accelerator.scaler)
-    accelerator.register_for_checkpointing(_State(manager))
+    if has_base(model, "DeepSpeedEngine"):
+        from fp8dist.integrations import deepspeed
+
+        deepspeed.attach(manager, model)  # Its checkpoints, which ``save_state`` makes, have the FP8 state.
+    else:
+        manager.attach(model, optimizer=optimizer, scaler=accelerator.scaler)
+        accelerator.register_for_checkpointing(_State(manager))
     return manager, model, optimizer, *others
 
 

@@ -37,12 +37,18 @@ def attach(manager: fp8dist.StateManager, engine: Any) -> None:
             used in a way that is not supported.
         ManifestMismatchError: see ``StateManager.attach``.
     """
+    tie(manager, engine, loads=True)
+
+
+def tie(manager: fp8dist.StateManager, engine: Any, loads: bool) -> None:
+    """See ``attach``. ``loads``: False for a caller that loads the FP8 state itself: then the engine may have loaded a
+    checkpoint. COLLECTIVE."""
     _require_engine(engine, manager)
     if Internals(manager).cycle.job.attached:
         raise ConfigurationError(
             "the manager is attached already: leave out manager.attach(), and attach an engine once"
         )
-    if not isinstance(engine, _EngineSteps) and engine.loaded_checkpoint_dp_world_size is not None:
+    if loads and not isinstance(engine, _EngineSteps) and engine.loaded_checkpoint_dp_world_size is not None:
         raise ConfigurationError("attach before engine.load_checkpoint(), which then loads the FP8 state, too")
     manager.attach(engine, boundary="manual")
     Internals(manager).cycle.reuse_casts(True)  # Nothing but the engine's step and its load_checkpoint changes weights.

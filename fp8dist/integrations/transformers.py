@@ -12,6 +12,7 @@ from torch import Tensor
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.integrations.stacks import RunLog, RunTarget, caller, install, world
+from fp8dist.state.groups import has_base
 from fp8dist.state.recipe import Recipe
 
 try:
@@ -101,8 +102,14 @@ class FP8Callback(TrainerCallback):
         if self._log is not None:  # Of an earlier train().
             self._log.close()
         self._log = None if self._run is None else RunLog(self._run, self.manager)
-        scaler = getattr(trainer.accelerator, "scaler", None)
-        self.manager.attach(trainer.model_wrapped, optimizer=trainer.optimizer, scaler=scaler)
+        if has_base(trainer.model_wrapped, "DeepSpeedEngine"):
+            from fp8dist.integrations import deepspeed
+
+            self.manager.detach()  # From the engine of an earlier train().
+            deepspeed.tie(self.manager, trainer.model_wrapped, loads=False)  # ``_load`` has loaded.
+        else:
+            scaler = getattr(trainer.accelerator, "scaler", None)
+            self.manager.attach(trainer.model_wrapped, optimizer=trainer.optimizer, scaler=scaler)
 
     def _load(self, folder: Path, rank: int) -> None:
         assert self.manager is not None

@@ -51,8 +51,7 @@ def require_fitting(
     if settings.enabled and optimizers and has_base(whole, "DeepSpeedEngine"):
         raise ConfigurationError(
             "attach(optimizer=…): DeepSpeed steps an optimizer once for each group of parameters, and each would count "
-            "as an FP8 step: call fp8dist.integrations.deepspeed.attach(manager, engine). DeepSpeed inside Accelerate "
-            "or Transformers is not supported"
+            "as an FP8 step: call fp8dist.integrations.deepspeed.attach(manager, engine)"
         )
     if settings.check_every:
         require_checkable(whole)

@@ -23,6 +23,7 @@ from tests.integrations.contract import (
     Adapter,
     Kept,
     Trainee,
+    as_torchrun_starts_it,
     batch,
     diverged,
     needs,
@@ -31,6 +32,7 @@ from tests.integrations.contract import (
     same,
     undisturbed,
 )
+from tests.integrations.test_transformers import llama, llama_trainer
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.recorded import die, fingerprint
 
@@ -280,6 +282,83 @@ def _casts(zero: dict[str, Any]) -> tuple[int, int]:
 def test_weights_are_cast_once_a_step_unless_they_are_partitioned(two_ranks: RankPool) -> None:
     for zero, expected in (("zero 0", (6, 0)), ("zero 2", (6, 0)), ("zero 3", (24, 16))):
         assert two_ranks.run(_casts, STAGES[zero]) == [expected] * 2, zero
+
+
+def _within_accelerate(folder: str, zero: dict[str, Any], accumulate: int) -> Any:
+    """Return (manager, engine, accelerator, optimizer) of a job of Accelerate that DeepSpeed trains."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import DistributedType, PartialState
+
+    from fp8dist.integrations.accelerate import prepare
+
+    _deepspeed()
+    as_torchrun_starts_it()
+    PartialState(cpu=True, backend="gloo")
+    PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED  # Offered on GPUs only.
+    config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": accumulate, "zero_optimization": zero}
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = Accelerator(project_dir=folder, deepspeed_plugin=plugin, gradient_accumulation_steps=accumulate)
+    model = _model()
+    manager, engine, optimizer = prepare(accelerator, model, _optimizer(model))
+    return manager, engine, accelerator, optimizer
+
+
+def _train_accelerated(engine: Any, accelerator: Any, optimizer: Any, steps: Iterable[int]) -> list[float]:
+    losses = []
+    for step in steps:
+        with accelerator.accumulate(engine):
+            loss = engine(batch(step)).square().mean()
+            losses.append(loss.item())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(("stage", "accumulate"), [("zero 1", 1), ("zero 2", 4), ("zero 3", 1)])
+@on_ranks(2)
+def test_accelerate_trains_with_it(tmp_path: Path, stage: str, accumulate: int) -> None:
+    """As engines do without Accelerate; a checkpoint of Accelerate has the FP8 state."""
+    folder, zero = str(tmp_path), STAGES[stage]
+    manager, engine, *rest = _within_accelerate(folder, zero, accumulate)
+    losses = _train_accelerated(engine, *rest, range(8))
+    assert manager.steps == 8 // accumulate
+    rest[0].save_state(f"{folder}/saved")
+    losses += _train_accelerated(engine, *rest, range(8, STEPS))
+    alone = _attached(zero, accumulate)
+    assert losses == _train(alone, range(STEPS))
+    assert same(_kept(engine), _kept(alone))
+
+    manager, again, *rest = _within_accelerate(folder, zero, accumulate)
+    rest[0].load_state(f"{folder}/saved")
+    assert manager.steps == 8 // accumulate
+    assert losses[8:] == _train_accelerated(again, *rest, range(8, STEPS))
+    assert same(_kept(again), _kept(engine))
+
+
+@pytest.mark.parametrize("stage", ["zero 2", "zero 3"])
+@on_ranks(2)
+def test_the_trainer_of_transformers_trains_with_it(tmp_path: Path, stage: str) -> None:
+    """A run that is resumed from a checkpoint has the bits of a whole one, and its losses are those under DDP."""
+    from fp8dist.integrations.transformers import FP8Callback
+
+    _deepspeed()
+    config = {"zero_optimization": STAGES[stage], "train_micro_batch_size_per_gpu": "auto"}
+    saving = {"save_strategy": "steps", "save_steps": 6, "max_grad_norm": 0.0}
+    losses, kept = [], []
+    for arguments, resume in (({}, None), ({"deepspeed": config}, None), ({"deepspeed": config}, "checkpoint-12")):
+        folder, callback = str(tmp_path / ("ds" if arguments else "ddp")), FP8Callback()
+        trainer = llama_trainer(llama(), folder, [callback], **saving, **arguments)
+        trainer.train(resume_from_checkpoint=resume and f"{folder}/{resume}")
+        assert callback.manager.steps == STEPS
+        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+        if arguments:
+            assert isinstance(trainer.model_wrapped, _deepspeed().DeepSpeedEngine)
+            kept.append(_kept(trainer.model_wrapped))
+    # Without FP8, too, stage 3 adds in another order than DDP.
+    assert losses[0] == (pytest.approx(losses[1], rel=2**-20) if stage == "zero 3" else losses[1])
+    assert losses[1] == losses[2]
+    assert same(*kept)
 
 
 def _misused(folder: str) -> None:

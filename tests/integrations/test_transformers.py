@@ -23,7 +23,7 @@ BATCH, TOKENS, VOCABULARY = 2, 16, 64
 FSDP2 = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 
 
-def _model() -> nn.Module:
+def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
@@ -52,7 +52,7 @@ class Pictures(Samples):
         return {"pixel_values": pixels / VOCABULARY, "labels": self._tokens[place, 0] % 16}
 
 
-def _trainer(model: nn.Module, folder: str, callbacks: list[Any], **arguments: Any) -> Any:
+def llama_trainer(model: nn.Module, folder: str, callbacks: list[Any], **arguments: Any) -> Any:
     from accelerate.state import DistributedType, PartialState
     from transformers import Trainer, TrainingArguments
 
@@ -79,13 +79,13 @@ def _trainer(model: nn.Module, folder: str, callbacks: list[Any], **arguments: A
 
 def _by_hand(folder: str, accumulate: int, optimizers: int = 1) -> tuple[list[float], Kept]:
     """Train, with each of the optimizers from the first batch on."""
-    model = _model()
+    model = llama()
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
     wrapped = nn.parallel.DistributedDataParallel(model)
     losses = []
     for step in range(STEPS * optimizers):
         if step % STEPS == 0:
-            loader = iter(_trainer(_model(), folder, []).get_train_dataloader())
+            loader = iter(llama_trainer(llama(), folder, []).get_train_dataloader())
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
             manager.attach(wrapped, optimizer=optimizer)
         batches = [next(loader) for _ in range(accumulate)]
@@ -112,7 +112,7 @@ def _as_by_hand(folder: str, accumulate: int) -> None:
     from fp8dist.integrations.transformers import FP8Callback
 
     callback = FP8Callback()
-    trainer = _trainer(_model(), folder, [callback], gradient_accumulation_steps=accumulate)
+    trainer = llama_trainer(llama(), folder, [callback], gradient_accumulation_steps=accumulate)
     model = trainer.model
     trainer.train()
     losses, kept = _by_hand(folder, accumulate)
@@ -130,7 +130,7 @@ def _resumed(folder: str, options: dict[str, Any], arguments: dict[str, Any]) ->
     runs = []
     for name, resume in (("whole", None), ("whole", "whole/checkpoint-12")):
         callback = FP8Callback(**options)
-        trainer = _trainer(_model(), f"{folder}/{name}", [callback], **saving)
+        trainer = llama_trainer(llama(), f"{folder}/{name}", [callback], **saving)
         trainer.train(resume_from_checkpoint=None if resume is None else f"{folder}/{resume}")
         runs.append(kept_of(callback.manager, trainer.model))
     assert same(*runs)
@@ -151,7 +151,7 @@ def _diverged(folder: str) -> str:
                 with torch.no_grad():
                     model.model.norm.weight[3] += 1
 
-    trainer = _trainer(_model(), folder, [FP8Callback(check_every=2), Damage()])
+    trainer = llama_trainer(llama(), folder, [FP8Callback(check_every=2), Damage()])
     with pytest.raises(DivergenceError) as caught:
         trainer.train()
     assert trainer.state.global_step in (5, 6)
@@ -180,7 +180,7 @@ def _zoo(name: str) -> tuple[nn.Module, dict[str, Any], float]:
         return hf.ViTForImageClassification(hf.ViTConfig(**common)), {}, 0.8
     if name == "mixtral":
         return hf.MixtralForCausalLM(hf.MixtralConfig(**text, num_local_experts=4, num_key_value_heads=2)), {}, 0.0
-    model = _model()
+    model = llama()
     if name == "lora":
         import peft
 
@@ -196,7 +196,7 @@ def _trained_in(name: str, folder: str) -> float:
 
     model, options, share = _zoo(name)
     callback = FP8Callback(check_every=2)
-    trainer = _trainer(model, folder, [callback], max_steps=6, **options)
+    trainer = llama_trainer(model, folder, [callback], max_steps=6, **options)
     if name == "vit":
         trainer.train_dataset = Pictures(40)
     trainer.train()
@@ -220,7 +220,7 @@ def test_fsdp2_of_accelerate(tmp_path: Path) -> None:
     from fp8dist.integrations.transformers import FP8Callback
 
     callback = FP8Callback(check_every=5)
-    trainer = _trainer(_model(), folder, [callback], **FSDP2)
+    trainer = llama_trainer(llama(), folder, [callback], **FSDP2)
     trainer.train()
     losses, _ = _by_hand(folder, 1)
     assert _losses(trainer) == pytest.approx(losses, rel=1e-3)
@@ -232,24 +232,24 @@ def _misused(folder: str) -> None:
     from fp8dist.integrations.transformers import FP8Callback
 
     with pytest.raises(ConfigurationError, match="more than one FP8Callback"):
-        _trainer(_model(), folder, [FP8Callback(), FP8Callback()])
-    late = _trainer(_model(), folder, [])
+        llama_trainer(llama(), folder, [FP8Callback(), FP8Callback()])
+    late = llama_trainer(llama(), folder, [])
     late.add_callback(FP8Callback())
     with pytest.raises(ConfigurationError, match="added after the Trainer was made"):
         late.train()
-    wrapped = nn.parallel.DistributedDataParallel(_model())
+    wrapped = nn.parallel.DistributedDataParallel(llama())
     with pytest.raises(ConfigurationError, match="prepare"):
-        _trainer(wrapped, folder, [FP8Callback()])
+        llama_trainer(wrapped, folder, [FP8Callback()])
     with pytest.raises(ConfigurationError, match="must be called by a transformers Trainer"):
         FP8Callback().on_init_end(None, None, None)
-    shared, model = FP8Callback(), _model()
-    first, _ = (_trainer(one, folder, [shared]) for one in (model, _model()))
+    shared, model = FP8Callback(), llama()
+    first, _ = (llama_trainer(one, folder, [shared]) for one in (model, llama()))
     with pytest.raises(ConfigurationError, match="does not hold the model that was prepared"):
         first.train()
     with pytest.raises(ConfigurationError, match="prepared already"):
-        _trainer(model, folder, [FP8Callback()])
+        llama_trainer(model, folder, [FP8Callback()])
     with pytest.raises(ConfigurationError, match="attach"):
-        _trainer(model, folder, []).train()
+        llama_trainer(model, folder, []).train()
     _require_attached_optimizer(folder)
 
 
@@ -262,7 +262,7 @@ def _require_attached_optimizer(folder: str) -> None:
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
 
-    trainer = _trainer(_model(), folder, [FP8Callback(), Anew()])
+    trainer = llama_trainer(llama(), folder, [FP8Callback(), Anew()])
     with pytest.raises(ConfigurationError, match="optimizer"):
         trainer.train()
 
@@ -273,7 +273,7 @@ def test_a_second_training_with_another_optimizer_goes_on(tmp_path: Path) -> Non
     from fp8dist.integrations.transformers import FP8Callback
 
     callback = FP8Callback(run=recorder(f"{folder}/run"))
-    trainer = _trainer(_model(), folder, [callback])
+    trainer = llama_trainer(llama(), folder, [callback])
     losses = []
     for _ in range(2):
         trainer.optimizer = None  # The Trainer keeps it otherwise.
@@ -300,7 +300,7 @@ def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], 
     callback = FP8Callback(run=recorder(f"{folder}/run-{name}"))
     options = {"save_strategy": "steps", "save_steps": 6, "eval_strategy": "steps", "eval_steps": 5}
     options |= {"include_num_input_tokens_seen": "all"}
-    trainer = _trainer(_model(), f"{folder}/{name}", [callback, Killed()], **options)
+    trainer = llama_trainer(llama(), f"{folder}/{name}", [callback, Killed()], **options)
     trainer.train(resume_from_checkpoint=end == "resumed")
     losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
     slots = len(callback.manager.slots)
@@ -315,12 +315,12 @@ def _with_evaluations(folder: str) -> None:
 
     def made(callback: FP8Callback) -> Any:
         data = {"train_dataset": Samples(400), "eval_dataset": Samples(8)}
-        return Trainer(model_init=_model, args=_trainer(_model(), folder, []).args, callbacks=[callback], **data)
+        return Trainer(model_init=llama, args=llama_trainer(llama(), folder, []).args, callbacks=[callback], **data)
 
     plain, busy = FP8Callback(), FP8Callback()
     first, second = made(plain), made(busy)
     first.train()
-    _trainer(_model(), folder, [FP8Callback()], max_steps=3).train()  # Another model.
+    llama_trainer(llama(), folder, [FP8Callback()], max_steps=3).train()  # Another model.
     second.args.eval_strategy, second.args.eval_steps = "steps", 5
     second.train()
     assert sum("eval_loss" in line for line in second.state.log_history) == STEPS // 5
