@@ -31,7 +31,7 @@ class Burned:
     """The outcome on one device. ``differences``: a text for each computation that was wrong, about the first time."""
 
     device: torch.device
-    kinds: int = 0
+    kinds: int
     repetitions: int = 0
     seconds: float = 0.0
     wrong: int = 0
