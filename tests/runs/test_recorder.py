@@ -551,6 +551,9 @@ def test_collectives_are_the_watchs_and_no_others(tmp_path: Path, every: int, ra
     if every:
         due = next(line for line in read(tmp_path, "metrics") if line["step"] == 6)
         assert (due["proven"], due["nonfinite_amaxes"]) == (6, manager.metrics()["fp8/nonfinite_amaxes"])
+        waited = [line["sync_ms"] for line in read(tmp_path, "metrics") if "sync_ms" in line]
+        if dist.get_rank() == 0:  # Which has written its own. Each is the mean of 3 steps.
+            assert 3 * sum(waited) == pytest.approx(manager.metrics()["fp8/sync_wait_ms"])
     observed = read(tmp_path, "ranks")
     assert [line["step"] for line in observed] == ([3, 6] if every and ranks else [])
     for line in observed:
