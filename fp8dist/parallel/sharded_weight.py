@@ -230,7 +230,8 @@ class ShardedWeight:
     def is_gathered(self) -> bool:
         """True while the module holds the gathered weight, in FP8. The same on all ranks that shard it."""
         module = self.module()
-        return module is not None and isinstance(local_part(module._parameters[self.slots.name]), FP8Weight)
+        shown = None if module is None else module._parameters[self.slots.name]
+        return shown is not None and isinstance(local_part(shown), FP8Weight)
 
     @property
     def parameter(self) -> Tensor:

@@ -475,6 +475,12 @@ def test_mistakes_are_refused() -> None:
         called = wrap(model) if wrap is DistributedDataParallel else model
         with pytest.raises(ConfigurationError, match=r"^fp8_all_gather=True needs FSDP2, but.*: call fully_shard\(\)"):
             manager.attach(called)
+    for gather in (True, False):
+        model = nn.Sequential(nn.Linear(32, 32))
+        manager = prepared(model, group=dist.group.WORLD, fp8_all_gather=gather)
+        nn.utils.parametrizations.weight_norm(model[0])
+        with pytest.raises(ConfigurationError, match=r"^0: its weight is no Parameter, and FSDP shards what it is"):
+            manager.attach(fully_shard(model))
     model = seeded("net")
     manager = prepared(model, group=dist.group.WORLD)
     shard(model)
