@@ -290,8 +290,8 @@ def _odd_dims(of: Candidate) -> LeftOut | None:
         linear = isinstance(of.module, nn.Linear)
         whole = {"": (of.module.in_features, of.module.out_features) if linear else of.module.weight.shape}
     for what, shape in whole.items():
-        if any(size % ALIGNMENT for size in shape[-2:]):
-            text = f"{what}{' x '.join(map(str, shape))} are not multiples of {ALIGNMENT}"
+        if any(size == 0 or size % ALIGNMENT for size in shape[-2:]):
+            text = f"{what}{' x '.join(map(str, shape))} are not multiples of {ALIGNMENT}{', or 0' * (0 in shape)}"
             return LeftOut(f"dims not multiples of {ALIGNMENT}", text)
     return None
 

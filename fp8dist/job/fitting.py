@@ -23,6 +23,7 @@ from fp8dist.job.cycle import StepCycle
 from fp8dist.modules.fp8_experts import fp8_experts
 from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.parts import Part, fp8_parts
+from fp8dist.modules.weight_notes import stored_parameters
 from fp8dist.parallel.fsdp2 import require_whole_blocks
 from fp8dist.parallel.partitioned import is_partitioned
 from fp8dist.parallel.torch_internals import require_checkable
@@ -82,6 +83,11 @@ def _require_products(model: nn.Module, whole: nn.Module, resharded: set[nn.Modu
     for linear in fp8_linears(model):
         fqn = linear.fp8_slots.slots[Role.WEIGHT].fqn
         if linear in resharded and "weight" not in linear._parameters:
+            if stored_parameters(linear):
+                raise ConfigurationError(
+                    f"{fqn}: its weight is no Parameter, and FSDP shards what it is computed from (a parametrization, "
+                    "pruning): put that on before prepare(), which then leaves the module in high precision"
+                )
             raise ConfigurationError(f"{fqn}: FSDP1 has flattened its weight: wrap with use_orig_params=True")
         shape = multiplied_shape(linear, axes)
         if len(shape) != 2 or any(size % ALIGNMENT for size in shape):

@@ -83,6 +83,8 @@ class WeightNote:
         self._shards: list[tuple[Tensor, int]] = []
         """For a DTensor: its local tensor, and those that ``state_dict`` has handed out since the note was taken, each
         with its version. torch's checkpoint loader writes to the latter, and no version of the parameter shows it."""
+        self._lent: list[tuple[weakref.ref[Tensor], int]] = []
+        """Those handed out before the note was taken, while the program keeps them: it may load into them later."""
         self.stepped_at = -1
         """Time of the last optimizer step that changed the weight."""
         self.skipped: Tensor | None = None
@@ -173,8 +175,18 @@ class WeightNote:
         self._home = linear._parameters
         self._now = self._versions
         self.awaited = self.marked = self._original_written = self.of_copy = False
-        self._shards = list(_shards_of(self.stored))
+        self._take_shards()
         self._in_backward = None
+
+    def _take_shards(self) -> None:
+        own = list(_shards_of(self.stored))
+        lent = [weakref.ref(shard) for shard, _ in self._shards if all(shard is not mine for mine, _ in own)]
+        self._shards = own
+        self._follow_lent(lent)
+
+    def _follow_lent(self, more: Iterable[weakref.ref[Tensor]] = ()) -> None:
+        known = [*more, *(reference for reference, _ in self._lent)]
+        self._lent = [(reference, shard._version) for reference in known if (shard := reference()) is not None]
 
     def hand_out(self, weights: Iterable[Tensor]) -> None:
         """Watch the tensors that ``state_dict`` hands out for writes. They share memory with the parameter's shard, so
@@ -185,11 +197,13 @@ class WeightNote:
     @property
     def written_in_place(self) -> bool:
         """True if a local tensor of a DTensor weight was written to since the note was taken. Ranks may differ."""
-        return any(shard._version != version for shard, version in self._shards)
+        lent = ((known(), version) for known, version in self._lent)
+        return any(shard is not None and shard._version != version for shard, version in (*self._shards, *lent))
 
     def follow_shards(self) -> None:
         """Accept the writes to local tensors: the scale now counts as right for the weight that they left."""
         self._shards = [(shard, shard._version) for shard, _ in self._shards]
+        self._follow_lent()
 
     def trust_next(self) -> None:
         """Let the next forward that records take the note: FP8 state was loaded, and fits the weight found there."""

@@ -59,7 +59,8 @@ class WritePolicy:
     def limits_now(self, module: nn.Module, training: bool) -> Outgrown:
         """Return the limits for a forward of ``module`` without recording that one runs. For delayed scaling only."""
         limit, note = self.limit, self._note
-        written = note.written(module) or note.written_in_place
+        # An EMA by ``.data`` shows in no version, and a copy has no boundaries at which its scales could follow.
+        written = note.written(module) or note.written_in_place or (training and note.of_copy)
         others = limit if written and note.copy_written else None
         upstream = self._upstream(not training)
         return Outgrown(limit if training else self.eval_limit, others, written, upstream, not training)

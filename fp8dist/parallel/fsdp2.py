@@ -218,7 +218,8 @@ class ShardedWeights:
     def _choose_scales(self, weights: Sequence[ShardedWeight]) -> None:
         """Choose the scales with which the next gathers cast: that of the slot, or one from the weight's amax.
 
-        COLLECTIVE over the ranks that shard a weight, if the weight is in eval mode; in training mode only at the first
+        COLLECTIVE over the ranks that shard a weight, if the weight is in eval mode and not gathered for an evaluation
+        already, so that ranks may run other numbers of forwards after ``unshard``; in training mode only at the first
         forward of a step, and only if some weight may have outgrown its scale. That may be after small initial values,
         after a step in which a weight did, and after anything that may have written to weights unseen. Any other step
         changes a weight too little.
@@ -244,7 +245,8 @@ class ShardedWeights:
         if written and watched != trained and self._votes.carried(str(boundaries)):
             self.reshard()
             watched = trained
-        self._choose([*watched, *evaluated])
+        uncast = [weight for weight in evaluated if weight.chosen_in is not None or not weight.is_gathered]
+        self._choose([*watched, *uncast])
         for weight in new:
             if weight.chosen_in != boundaries:
                 weight.choose(None, once=False)

@@ -227,6 +227,13 @@ class ShardedWeight:
         return module is not None and module.training
 
     @property
+    def is_gathered(self) -> bool:
+        """True while the module holds the gathered weight, in FP8. The same on all ranks that shard it."""
+        module = self.module()
+        shown = None if module is None else module._parameters[self.slots.name]
+        return shown is not None and isinstance(local_part(shown), FP8Weight)
+
+    @property
     def parameter(self) -> Tensor:
         """The sharded parameter, a DTensor, also while the module holds the gathered weight."""
         assert self._parameter is not None

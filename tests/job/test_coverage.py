@@ -119,6 +119,11 @@ def quantised(weight: Tensor) -> Callable[[], nn.Linear]:
     return make
 
 
+def empty_linear() -> nn.Module:
+    with pytest.warns(UserWarning, match="zero-element"):
+        return nn.Linear(0, 32)
+
+
 def hooked_linear() -> nn.Linear:
     """Like accelerate's ``add_hook_to_module``: its forward calls the old class's."""
     linear = nn.Linear(32, 64)
@@ -276,6 +281,7 @@ def test_many_kinds_are_counted(caplog: pytest.LogCaptureFixture) -> None:
         (GroupedMLP, 2048, "it is a GroupedMLP, not an nn.Linear"),
         (lambda: nn.LazyLinear(64), 0, "it is a LazyLinear: run a forward first, then prepare"),
         (lambda: nn.Linear(32, 65), 2080, "32 x 65 are not multiples of 16"),
+        (empty_linear, 0, "0 x 32 are not multiples of 16, or 0"),
         (
             lambda: nn.utils.spectral_norm(nn.Linear(32, 64)),
             2048,

@@ -294,6 +294,19 @@ def test_a_copy_computes_as_its_original(way: str, part: bool) -> None:
     assert error_of(linear.eval(), lambda x: F.linear(x, linear.weight, linear.bias), x) < BOUND
 
 
+@pytest.mark.parametrize("way", COPIES)
+def test_a_teacher_in_train_follows_an_average_that_is_written_by_data(way: str) -> None:
+    """torch counts no write, and a copy has no boundaries."""
+    torch.manual_seed(0)
+    job = Job(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 16)), steps=1)
+    teacher: Any = COPIES[way](job.net)
+    for parameter in teacher.parameters():
+        parameter.data.mul_(8)
+    plain = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 16))
+    plain.load_state_dict(teacher.state_dict())
+    assert error_of(teacher.train(), plain, job.x) < BOUND
+
+
 def test_state_that_was_loaded_fits_the_weights_that_come_whatever_was_loaded_first() -> None:
     """A resumed run is bitwise equal, although its weights were written to."""
 

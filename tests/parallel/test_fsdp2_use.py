@@ -306,6 +306,25 @@ def test_a_registered_method_of_a_part_that_raised_does_not_hide_the_models_forw
 
 
 @on_ranks(2)
+def test_ranks_evaluate_on_their_own_while_weights_stay_gathered() -> None:
+    """As in reinforcement learning, where each rank writes a text of another length."""
+    net: Any = mlp()
+    manager = prepared(net, group=dist.group.WORLD)
+    fully_shard(net, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    manager.attach(net, optimizer=optimizer)
+    x, outputs = torch.randn(16, 32), []
+    for step in range(2):
+        net.train()(x).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            outputs += [bits(net.eval()(x)) for _ in range(1 + step + 2 * dist.get_rank())]
+        net.reshard()
+    assert len(set(outputs)) == 2
+    assert manager.check(parameters=False).consistent
+
+
+@on_ranks(2)
 def test_a_gathered_weight_that_comes_back_into_fp8_keeps_its_scale() -> None:
     """The scale is checked whenever the weight is gathered."""
     run = Running(Job())
@@ -456,6 +475,12 @@ def test_mistakes_are_refused() -> None:
         called = wrap(model) if wrap is DistributedDataParallel else model
         with pytest.raises(ConfigurationError, match=r"^fp8_all_gather=True needs FSDP2, but.*: call fully_shard\(\)"):
             manager.attach(called)
+    for gather in (True, False):
+        model = nn.Sequential(nn.Linear(32, 32))
+        manager = prepared(model, group=dist.group.WORLD, fp8_all_gather=gather)
+        nn.utils.parametrizations.weight_norm(model[0])
+        with pytest.raises(ConfigurationError, match=r"^0: its weight is no Parameter, and FSDP shards what it is"):
+            manager.attach(fully_shard(model))
     model = seeded("net")
     manager = prepared(model, group=dist.group.WORLD)
     shard(model)
