@@ -293,6 +293,13 @@ DIFFERS = "after a divergence"
         ([], [_checked(4), _checked(9, nonfinite=["a"])], ["good", "not finite", "not finite"], "step 3"),
         ([], [_checked(9, nonfinite=["a"]), _checked(10)], ["not finite"] * 3, "No checkpoint"),
         ([], [_checked(9, nonfinite=["a"]), _back(4), SAVED[1], _checked(6)], ["good"] * 2, "step 6"),
+        # A load makes ranks equal. A check before it counts, also of a step that the resume undoes.
+        ([], [_back(8), _checked(9)], ["loaded before a check"] * 3, "no check came between one and the next load"),
+        ([], [_checked(4), _back(8), {**SAVED[2], "step": 9}, _checked(9)],
+         ["good", *["loaded before a check"] * 2, "good"], "step 9"),
+        ([], [_checked(10), _back(8), _checked(9)], ["good"] * 3, "step 8"),
+        ([], [OLD, _back(8), _checked(9)], ["good"] * 3, "step 8"),
+        ([], [_shards(9), _back(8), _checked(9)], ["loaded before a check"] * 3, "No checkpoint"),
         # A loss or gradient norm is not finite.
         ([{"step": 5, "loss": "NaN"}], [], ["unchecked", *[AFTER] * 2], "No checkpoint"),
         (TWO, [_checked(9)], ["good", AFTER6, "good"], "step 8"),
