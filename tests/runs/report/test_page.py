@@ -212,6 +212,11 @@ def test_the_command_writes_the_file_whole_and_opens_it(
     assert main(["report", str(folder), str(folder), "--out", str(named)]) == 0
     assert "Where did these two runs part?" in named.read_text()
     assert [*named.parent.iterdir()] == [named]
+    link = tmp_path / "link.html"
+    link.symlink_to(named)
+    assert main(["report", str(folder), "--out", str(link)]) == 0
+    assert link.is_symlink()
+    assert "Where did these two runs part?" not in named.read_text()
     assert main(["report", str(folder), "--open"]) == 0
     out, err = capsys.readouterr()
     file = Path(out.splitlines()[-1])
@@ -230,6 +235,9 @@ def test_the_command_writes_the_file_whole_and_opens_it(
         ("{}", ["--out", "a.html"], "is not the header of a run of fp8dist"),
         ('{"format": "fp8dist run", "version": 1}', ["--out", "missing/a.html"],
          "cannot be written: No such file or directory"),
+        ('{"format": "fp8dist run", "version": 1}', ["--out", "."], "cannot be written: Is a directory"),
+        ('{"format": "fp8dist run", "version": 1}', ["--out", "a" * 300], "cannot be written: File name too long"),
+        ('{"format": "fp8dist run", "version": 1}', ["--out", "full"], "cannot be written: No space left on device"),
         ('{"format": "fp8dist run", "version": 1}', [], "give --out FILE for the HTML file, or --open"),
     ],
 )  # fmt: skip
@@ -237,9 +245,11 @@ def test_a_mistake_is_one_line(
     content: str | None, words: list[str], text: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("full").symlink_to("/dev/full")
     if content is not None:
         Path("run.json").write_text(content)
     assert main(["report", str(tmp_path), *words]) == 2
+    assert Path("full").is_char_device()
     error = capsys.readouterr().err
     assert error.startswith("fp8dist report: ")
     assert text in error
