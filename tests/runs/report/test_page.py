@@ -84,6 +84,11 @@ def test_empty_panels_say_what_to_switch_on(tmp_path: Path) -> None:
     assert [text for text in wanted.split() if text not in body] == []
     assert not re.search("--[a-z]|example job", body)  # A job of another program has no such flags.
     assert body.count('class="empty"') >= 6
+    lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0, "grad_norm": "NaN"}])
+    body = _body(page_of(read_run(tmp_path)))
+    assert "The gradient norm is not finite in 1 step, first in step 1." in body
+    assert "No gradient norm is finite." in body
+    assert "all values are finite" not in body
     folder = _small(tmp_path / "run")  # A recipe without a sync.
     lines(folder / "ranks.jsonl", [{"step": 10, "ranks": [0, 1], "sync_wait_ms": [None, None], "step_ms": [9.0, 9.0]}])
     body = _body(page_of(read_run(folder)))
