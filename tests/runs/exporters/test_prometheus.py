@@ -31,9 +31,9 @@ Series = dict[tuple[str, ...], float]
 def parsed(text: str) -> Series:
     """Return the value of each series, by its name and the values of its labels."""
     found = {}
-    families = [*text_string_to_metric_families(text)]
-    assert len({family.name for family in families}) == len(families)  # Two of one name are invalid.
-    for family in families:
+    types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
+    assert len(set(types)) == len(types)  # Two families of one name are invalid; the parser takes them.
+    for family in text_string_to_metric_families(text):
         assert family.documentation
         for sample in family.samples:
             found[(sample.name, *sample.labels.values())] = sample.value
