@@ -14,6 +14,7 @@ import pytest
 
 from fp8dist.runs.report import facts
 from fp8dist.runs.report.cards import bits_of, checkpoint_table
+from fp8dist.runs.report.checkpoints import saved_checkpoints
 from fp8dist.runs.report.live import LiveRun
 from fp8dist.runs.report.numbers import RunNumbers, read_run
 from fp8dist.runs.report.parting import Digests, Parting, part
@@ -349,3 +350,10 @@ def test_the_first_trouble_is_told_with_its_replay(tmp_path: Path) -> None:
     assert facts.replayed_text(_run(tmp_path / "again", [], [replayed, _back(2)]), 3) == ""
     lost = _run(tmp_path / "lost", [{"step": 2, "loss": "NaN"}])  # Without a loss guard.
     assert [(event.step, event.kind) for event in facts.story(lost)] == [(2, "nonfinite_loss")]
+
+
+def test_of_many_checks_the_last_before_a_load_is_kept(tmp_path: Path) -> None:
+    checks = [[_checked(step) for step in range(begin, begin + 2500)] for begin in (1, 2501)]
+    run = _run(tmp_path, [], [{"step": 2400, "kind": "saved"}, *checks[0], _back(2500), *checks[1]])
+    assert len(run.events) == 2002
+    assert [one.state for one in saved_checkpoints(run)] == ["good"]
