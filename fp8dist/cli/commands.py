@@ -124,6 +124,7 @@ def _require_trace(path: str) -> None:
 
 
 def _bar(total: int, hidden: bool) -> Any:
+    hidden = hidden or sys.stderr is None  # Closed, by "2>&-".
     return tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=True if hidden else None, leave=False)
 
 

@@ -38,11 +38,11 @@ other nodes. The defaults of IFNAME and LOCAL_ADDR work for IPv4 only; if nodes 
 also sets OMP_NUM_THREADS, if it is unset, to the cores of this node divided by its ranks.
 
 Exit status, after the last restart: 0 if all ranks exited with 0, else the status of the rank that failed first on this
-node; 128 + n if signal n killed it. If several ranks failed at the same time, the launcher takes the first one that
-exited with another status than 1, 5 and SIGTERM. If there is none, it takes the first one that exited with 1, an
-uncaught exception. Status 5 (a collective failed) and SIGTERM come last, because another failure usually causes them.
-The launcher itself exits with 2 after a mistake in these variables or in the command, and with 5 if another node ended
-the job, cannot be reached, or did not join within JOIN_TIMEOUT.
+node; 128 + n if signal n killed it, or the launcher. If several ranks failed at the same time, the launcher takes the
+first one that exited with another status than 1, 5 and SIGTERM. If there is none, it takes the first one that exited
+with 1, an uncaught exception. Status 5 (a collective failed) and SIGTERM come last, because another failure usually
+causes them. The launcher itself exits with 2 after a mistake in these variables or in the command, and with 5 if
+another node ended the job, cannot be reached, or did not join within JOIN_TIMEOUT.
 """
 
 from __future__ import annotations

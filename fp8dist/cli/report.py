@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -53,10 +54,15 @@ def report(options: argparse.Namespace) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    real = Path(os.path.realpath(path))  # A link stays one.
+    new = real.parent / f"{real.name}.{os.getpid()}.new"
     try:
-        new.write_text(text, encoding="utf-8", errors="replace")
-        new.replace(path)
+        if os.path.exists(path) and not os.path.isfile(path):  # Such as /dev/stdout: no file may take its place.
+            path.write_text(text, encoding="utf-8", errors="replace")
+        else:
+            new.write_text(text, encoding="utf-8", errors="replace")
+            new.replace(real)
     except OSError as error:
-        new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            new.unlink()
         raise ConfigurationError(f"{path} cannot be written: {error.strerror}") from None

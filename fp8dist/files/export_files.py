@@ -65,6 +65,7 @@ class Folder:
         self._path = destination(path)
         self._partial = self._path.with_name(f"{self._path.name}.partial")
         self._handle: int | None = None  # File descriptor of the partial folder that ``begin`` made.
+        self._old: Path | None = None  # Where ``begin`` has moved the partial folder of another export.
         self._shards = list(_shards(tensors, shard_bytes))
         self._tied = dict(tied)
         self._files = iter(self._shards)
@@ -87,7 +88,10 @@ class Folder:
             names = {file.name for file in self._partial.iterdir()} - {INDEX, CONFIG, CERTIFICATE}
             if not all(map(_SHARD.fullmatch, names)):
                 raise ConfigurationError(f"{self._partial} exists and is not of an export: move it away")
-            shutil.rmtree(self._partial, ignore_errors=True)  # Probably left by an export that was killed.
+            # Probably left by an export that was killed. One that lives must lose the folder, not files in it.
+            self._old = self._partial.with_name(f"{self._partial.name}.{os.getpid()}")
+            self._partial.rename(self._old)
+            shutil.rmtree(self._old, ignore_errors=True)
         self._partial.mkdir(parents=True)
         self._handle = os.open(self._partial, os.O_RDONLY)
 
@@ -136,6 +140,8 @@ class Folder:
 
     def close(self) -> None:
         """Remove the partial folder of an export that did not finish."""
+        if self._old is not None:  # The other export may have written on while it was removed.
+            shutil.rmtree(self._old, ignore_errors=True)
         if self._file is not None:
             with contextlib.suppress(OSError):  # On a full disk, what is left in its buffer cannot be written either.
                 self._file.close()

@@ -68,8 +68,8 @@ class Recorder:
                 …
                 recorder.log(step, loss=loss, grad_norm=norm, tokens=tokens)
 
-    Lines are appended, so a killed process loses at most the line that it was writing. A full disk does not end the
-    training: one warning, then no more writes.
+    Lines are appended, so a killed process loses at most the line that it was writing. A full disk or a deleted folder
+    does not end the training: one warning, then no more writes.
 
     Args:
         folder: created if it does not exist. Without ``resume_after``, a new run replaces the numbers of an earlier

@@ -26,8 +26,9 @@ _START = re.compile(rb'\{"step": (\d{1,18})[,}]')
 class RunFiles:
     """Appends lines to the files of a run's folder, one system call for each write. Local.
 
-    So a killed process loses at most the line that it was writing. A full disk does not end the training: one warning,
-    then no more writes. ``events.jsonl`` is locked while this object lives: a killed process releases the lock.
+    So a killed process loses at most the line that it was writing. A full disk or a deleted folder does not end the
+    training: one warning, then no more writes. ``events.jsonl`` is locked while this object lives: a killed process
+    releases the lock.
 
     Args:
         folder: created if it does not exist. It is locked at once; no line is dropped before ``begin``.
@@ -109,6 +110,9 @@ class RunFiles:
         """Append a line for each mapping to the file. Numbers that are not finite become strings."""
         if name in self._files:
             try:
+                # Looking for a file takes long on a network file system: only for one that seems deleted.
+                if os.fstat(self._files[name]).st_nlink == 0:
+                    (self._folder / name).stat()
                 append_lines(self._files[name], lines)
             except OSError as error:
                 self._stop(name, error)

@@ -159,6 +159,9 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` atomically: readers see either the old file or the new one."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and not target.is_file():  # Such as /dev/null: no file may take its place.
+        target.write_bytes(data)
+        return
     handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -89,6 +89,15 @@ def test_a_terminal_without_utf8_gets_the_verdict(tmp_path: Path, monkeypatch: p
         assert "w?ight" in terminal.read()
 
 
+def test_without_stderr_the_verdict_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``2>&-`` closes it."""
+    wrong = weights()
+    wrong["count"] += 1
+    paths = [write(weights(), tmp_path / "a"), write(wrong, tmp_path / "b")]
+    monkeypatch.setattr("sys.stderr", None)
+    assert main(["check", *paths]) == 1
+
+
 def test_equal_checkpoints_are_consistent_in_any_format(tmp_path: Path, capsys: Capture) -> None:
     paths = {how: [write(weights(), tmp_path / f"{how}{i}", how) for i in range(2)] for how in WRITERS}
     for compared in (*paths.values(), [first for first, _ in paths.values()]):

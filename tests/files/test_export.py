@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -423,8 +424,9 @@ def test_folders_that_are_there_stay(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {path.name for path in tmp_path.iterdir()} == {"a", "link", "out"}
 
 
-def test_two_exports_to_one_folder_at_once(tmp_path: Path) -> None:
-    """The second one removes what the first one has written, and the first one fails. No folder is of both."""
+def test_two_exports_to_one_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one removes what the first one has written, and the first one fails, also if it writes meanwhile. No
+    folder is of both, or of a part of one."""
     _, manager, step = trained(steps=1)
     ones = [(tensor, value.clone()) for tensor, value in _listed(manager).stream()]
     step(2)
@@ -432,10 +434,17 @@ def test_two_exports_to_one_folder_at_once(tmp_path: Path) -> None:
     first, second = (export_files.Folder(tmp_path / "out", [one for one, _ in each], {}, 1) for each in (ones, twos))
     first.begin()
     first.write(*ones[0])
+    remove = shutil.rmtree
+
+    def removed(folder: Path, **options: Any) -> None:
+        with pytest.raises(ConfigurationError, match=r"out\.partial was removed: does another export write to .*out\?"):
+            first.write(*ones[1])
+        remove(folder, **options)
+
+    monkeypatch.setattr(export_files.shutil, "rmtree", removed)
     second.begin()
+    monkeypatch.undo()
     second.write(*twos[0])
-    with pytest.raises(ConfigurationError, match=r"out\.partial was removed: does another export write to .*out\?"):
-        first.write(*ones[1])
     first.close()
     for each in twos[1:]:
         second.write(*each)

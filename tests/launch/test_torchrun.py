@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import get_args_parser
 
-from fp8dist.cli.launcher import environment, interface
+from fp8dist.cli.launcher import agent, environment, interface
 from fp8dist.cli.launcher.environment import BadVariable, Job
 from fp8dist.cli.launcher.plan import Plan
 from launch.train_gpt import exits
@@ -120,6 +122,7 @@ def test_a_variable_that_cannot_be_used() -> None:
         ({"JOIN_TIMEOUT": "soon"}, "JOIN_TIMEOUT must be a whole number of at least 1, got soon"),
         ({"NPROC": "0"}, "NPROC must be a whole number of at least 1, got 0"),
         ({"NPROC": "gpu"}, "NPROC must be a whole number of at least 1, got gpu"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT must be at most 65535, got 70000"),
         ({"NNODES": "1:4"}, "NNODES must be a whole number of at least 1, got 1:4"),
         ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS must be a whole number of at least 0, got -1"),
         ({"NODE_RANK": "2"}, "NODE_RANK must be below NNODES, which is 2, got 2"),
@@ -156,6 +159,14 @@ def test_the_launcher_needs_no_torch_until_it_starts_the_agent() -> None:
 def test_the_job_and_the_launcher_mean_the_same_by_a_status() -> None:
     assert lab_exits.FAILED_COLLECTIVE == interface.FAILED_COLLECTIVE
     assert exits.MISTAKE == environment.MISTAKE
+
+
+def test_a_signal_to_the_launcher_is_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(arguments: list[str]) -> None:
+        raise SignalException("Process 7 got signal: 15", signal.SIGTERM)
+
+    monkeypatch.setattr(agent, "main", stopped)
+    assert agent.run([]) == 143
 
 
 THREE = "echo GPU 0; echo '  MIG 1g.18gb'; echo GPU 1; echo GPU 2"

@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import time
@@ -480,6 +481,17 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: pyte
     ((_, text),) = log
     assert text == f"fp8dist: nothing more is recorded: {tmp_path / 'metrics.jsonl'}: No space left on device"
     assert kinds(tmp_path) == ["start"]  # Not even an event.
+
+
+def test_a_deleted_folder_is_said_once(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with captured_log() as log, recorder:
+        for step in range(1, 4):
+            recorder.log(step, loss=1.0)
+    assert [text.removeprefix("fp8dist: ") for _, text in log] == [
+        f"nothing more is recorded: {tmp_path / 'run/metrics.jsonl'}: No such file or directory"
+    ]
 
 
 class Sink:

@@ -102,6 +102,10 @@ def test_saving_makes_folders_and_overwrites(trained: StateManager, tmp_path: Pa
     other.load(tmp_path / "a" / "0" / "state")
     assert state_of(other) == state_of(trained)
     assert os.listdir(tmp_path / "a" / "0") == ["state"]
+    device = tmp_path / "null"
+    device.symlink_to("/dev/null")
+    trained.save(device)
+    assert device.is_char_device()
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ import signal
 import sys
 
 from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -35,7 +36,7 @@ def run(arguments: list[str]) -> int:
         arguments: the arguments of torchrun.
 
     Returns:
-        The exit status: 0, or that of the rank that failed first; 128 + n if signal n killed that rank.
+        The exit status: 0, or that of the rank that failed first; 128 + n if signal n killed that rank or this process.
 
     Raises:
         BadVariable: MASTER_PORT is in use on this node.
@@ -48,6 +49,8 @@ def run(arguments: list[str]) -> int:
         # torchrun sees these failures in one poll, so their timestamps do not reliably show which came first.
         code = min(error.failures.values(), key=_distance_from_cause).exitcode
         return code if code > 0 else 128 - code
+    except SignalException as stopped:  # torchrun has ended the ranks.
+        return 128 + int(stopped.sigval)
     except MISSED as error:
         cause = error.__cause__ or error
         first_line = (str(cause).splitlines() or [""])[0]  # A C++ stack trace may follow.

@@ -71,7 +71,7 @@ class Job:
             nnodes=nnodes,
             node_rank=node_rank,
             master_addr=environment.get("MASTER_ADDR", ""),
-            master_port=_number(environment, "MASTER_PORT", DEFAULT_PORT, least=1),
+            master_port=_number(environment, "MASTER_PORT", DEFAULT_PORT, least=1, most=65535),
             max_restarts=_number(environment, "MAX_RESTARTS", 0, least=0),
             join_timeout=_number(environment, "JOIN_TIMEOUT", DEFAULT_PATIENCE, least=1),
             logs=environment.get("LOGS") or None,
@@ -80,12 +80,14 @@ class Job:
         )
 
 
-def _number(environment: Mapping[str, str], name: str, default: int, least: int) -> int:
+def _number(environment: Mapping[str, str], name: str, default: int, least: int, most: int | None = None) -> int:
     text = environment.get(name)
     if not text:
         return default
     if not (text.isascii() and text.isdigit() and int(text) >= least):
         raise BadVariable(f"{name} must be a whole number of at least {least}, got {text}")
+    if most is not None and int(text) > most:
+        raise BadVariable(f"{name} must be at most {most}, got {text}")
     return int(text)
 
 

@@ -157,7 +157,8 @@ class _Families:
         require_int("slots", slots, 0, what="a number of slots")
         self._slots, self._labels = slots, _checked(labels or {})
         self._lock = threading.Lock()
-        self._series: dict[Number, dict[tuple[str, str] | None, float]] = {}
+        self._numbers: dict[str, Number] = {}  # By the metric's name, which the user's x_ms and x_seconds share.
+        self._series: dict[Number, dict[tuple[str, str] | None, float]] = {}  # In base units.
         self._count = 0
         self.take(no_events())
 
@@ -173,6 +174,8 @@ class _Families:
     def take(self, samples: Iterable[Sample]) -> None:
         with self._lock:
             for number, value, label in samples:
+                value = number.in_base_unit(value)
+                number = self._numbers.setdefault(metric_name(number), number)
                 if label not in self._series.get(number, ()):
                     if self._count >= MOST_SERIES:
                         continue
@@ -194,7 +197,7 @@ class _Families:
             family = made(metric_name(number), number.help, labels=names)
             for label, value in series:
                 values = [*self._labels.values(), *(() if label is None else label[1:])]
-                family.add_metric(values, number.in_base_unit(value))
+                family.add_metric(values, value)
             yield family
 
 

@@ -15,6 +15,7 @@ from fp8dist.runs.report.numbers import Metrics, RunNumbers
 
 GOOD, DIVERGED, NOT_FINITE, UNCHECKED = "good", "after a divergence", "not finite", "unchecked"
 NOT_VERIFIABLE, NOT_RECORDED = "saved, not verifiable", "checked, not recorded what"
+LOADED = "loaded before a check"
 
 
 class SavedCheckpoint(NamedTuple):
@@ -27,9 +28,12 @@ class SavedCheckpoint(NamedTuple):
 def saved_checkpoints(run: RunNumbers) -> list[SavedCheckpoint]:
     """Return the checkpoints of a run, in the order in which they were saved."""
     found = checks(run)
-    suspect = _suspect(run)
+    suspect, compared = _suspect(run), _compared(run)
     saved = [event for event in run.events if event.kind == "saved" and not event.undone]
-    return [SavedCheckpoint(e, DIVERGED if id(e) in suspect else _state(e.step, run, found)) for e in saved]
+    return [
+        SavedCheckpoint(e, DIVERGED if id(e) in suspect else _state(e.step, run, found, id(e) in compared))
+        for e in saved
+    ]
 
 
 def why_none(run: RunNumbers, saved: Sequence[SavedCheckpoint]) -> str:
@@ -40,16 +44,19 @@ def why_none(run: RunNumbers, saved: Sequence[SavedCheckpoint]) -> str:
     about = "" if newest is None else f"after step {newest.step:,} a check found {shortened(newest.text, 200)}"
     if saved[-1].state == NOT_VERIFIABLE:
         return f"they are saved, not verifiable, because {about}"
+    if saved[-1].state == LOADED:
+        return "no check came between one and the next load, which makes ranks equal"
     return about or "no check came after one and found parameters equal and finite"
 
 
-def _state(step: int, run: RunNumbers, found: Sequence[Checked]) -> str:
-    """Return the state of a checkpoint without a divergence. ``found``: the run's checks, by step.
+def _state(step: int, run: RunNumbers, found: Sequence[Checked], compared: bool) -> str:
+    """Return the state of a checkpoint without a divergence. ``found``: the run's checks, by step. ``compared``: see
+    ``_compared``.
 
-    A check after the checkpoint vouches for it, because ranks that differ stay so, and so do weights that are not
-    finite. A loss or gradient norm that is not finite counts until a check finds the weights finite: a loss scaler may
-    have skipped that step. If the losses before and after a checkpoint are not finite, no later check vouches for it:
-    the job may have loaded other weights since.
+    A check after the checkpoint vouches for it, because ranks that differ stay so until a load, and weights that are
+    not finite stay so. A loss or gradient norm that is not finite counts until a check finds the weights finite: a loss
+    scaler may have skipped that step. If the losses before and after a checkpoint are not finite, no later check
+    vouches for it: the job may have loaded other weights since.
     """
     later = [one for one in found if one.step >= step]
     known = next((one for one in later if one.compared is not None), None)
@@ -58,6 +65,8 @@ def _state(step: int, run: RunNumbers, found: Sequence[Checked]) -> str:
     spanned = _spanned(step, run.metrics)
     if spanned and not (known is not None and known.step == step):
         return f"after NaN or infinity in step {spanned:,}"
+    if not compared and any(one.verified or one.part for one in later):
+        return LOADED
     if any(one.verified for one in later):
         return GOOD
     if part := next((one.part for one in later if one.part), ""):
@@ -81,6 +90,27 @@ def _spanned(step: int, metrics: Metrics) -> int:
     place = int(np.searchsorted(metrics.step, step, side="right"))
     around = [int(one) for one in metrics.step[max(0, place - 1) : place + 1]]
     return around[0] if len(around) == 2 and set(around) <= set(metrics.bad_losses) else 0
+
+
+def _compared(run: RunNumbers) -> set[int]:
+    """Return the ids of the saved events whose parameters were compared, at that step or later, before the job loaded
+    again. A load makes ranks equal, whatever they held when they saved."""
+    loads: list[list[RunEvent]] = [[]]
+    for event in run.events:
+        if event.kind == "start":
+            loads.append([])
+        loads[-1].append(event)
+    newest = [max(map(_equal_up_to, load), default=-1) for load in loads]
+    return {id(e) for load, step in zip(loads, newest) for e in load if e.kind == "saved" and e.step <= step}
+
+
+def _equal_up_to(event: RunEvent) -> int:
+    """Return the step up to which an event says that parameters were equal, finite or not; -1: it says nothing."""
+    if event.kind == "diverged" and not event.audited:
+        return min(_good_steps(event, ()))
+    check = Checked.read({**event.data, "step": event.step}) if event.kind == "checked" else None
+    known = check is not None and (check.covers or check._replace(nonfinite=()).verified or check.part)
+    return event.step if known else -1
 
 
 def _suspect(run: RunNumbers) -> set[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -145,7 +147,7 @@ class Events:
     """Collects the events of a run. A new run voids those before it in the file; a resume marks them as undone.
 
     Args:
-        most: events of one kind that are kept: of more, the first and the last.
+        most: events of one kind that are kept: of more, the first, the last, and the last before each start.
     """
 
     def __init__(self, most: int = 2_000) -> None:
@@ -171,8 +173,16 @@ class Events:
         kept.append((self._count, RunEvent(line["step"], kind, data)))
         self._count += 1
         if len(kept) > self._most:
-            del kept[self._most // 2]
+            del kept[self._least_needed(kept)]
         return True
+
+    def _least_needed(self, kept: Sequence[tuple[int, RunEvent]]) -> int:
+        """Return the place of an event in the middle that is not the last one before a start: a check there vouches for
+        what was saved before."""
+        starts = [number for number, _ in self._kinds.get("start", ())]
+        middle = self._most // 2
+        loads = (bisect(starts, number) for number, _ in islice(kept, middle, None))
+        return next((middle + i for i, (one, after) in enumerate(pairwise(loads)) if one == after), middle)
 
     def _undone(self, number: int, event: RunEvent, after: int) -> bool:
         """True if a resume after a step undoes an event: a later one, or what ``attach`` found in the same load."""

@@ -36,7 +36,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_dir():
+        if not os.path.isdir(path):  # Path.is_dir() raises for a name that is too long.
             raise ConfigurationError(f"{path} is not a folder: give the folder that fp8dist.Recorder writes")
         self.header = _header(path / HEADER)
         if not self.header and not (path / METRICS).is_file():

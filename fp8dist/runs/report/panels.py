@@ -170,11 +170,15 @@ def _first(run: RunNumbers) -> Iterator[str | Plot]:
         replayed = facts.replayed_text(run, trouble[0].step)
         yield f"<p><strong>{escape(replayed[0].upper() + replayed[1:])}.</strong></p>" if replayed else ""
     else:
-        yield "<p>No trouble is recorded: all values are finite; no fallback, jump, spike or divergence.</p>"
+        yield "<p>No trouble is recorded: all losses are finite; no fallback, jump, spike or divergence.</p>"
+    if norms := metrics.bad_norms:
+        steps = f"{len(norms):,} step{'s' * (len(norms) > 1)}, first in step {norms[0]:,}"
+        yield _note(f"The gradient norm is not finite in {steps}. A loss scaler skips such steps.")
     share: dict[str, Any] = {}
-    for field, title in (("loss", "loss"), ("grad_norm", "gradient norm")):
+    for field, title, bad in (("loss", "loss", metrics.bad_losses), ("grad_norm", "gradient norm", metrics.bad_norms)):
         if np.isnan(metrics.columns[field]).all():
-            yield _empty(f"No {title} is recorded. Log it: recorder.log(step, {field}=…).")
+            why = "finite." if bad else f"recorded. Log it: recorder.log(step, {field}=…)."
+            yield _empty(f"No {title} is {why}")
             continue
         named = {title: (metrics.step, metrics.columns[field])}
         if field == "loss" and (validation := facts.validation_losses(run)):

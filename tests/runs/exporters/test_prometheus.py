@@ -31,6 +31,8 @@ Series = dict[tuple[str, ...], float]
 def parsed(text: str) -> Series:
     """Return the value of each series, by its name and the values of its labels."""
     found = {}
+    types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
+    assert len(set(types)) == len(types)  # Two families of one name are invalid; the parser takes them.
     for family in text_string_to_metric_families(text):
         assert family.documentation
         for sample in family.samples:
@@ -84,6 +86,8 @@ def test_a_scrape_finds_the_numbers(make: Callable[..., Prometheus]) -> None:
     assert bits(found["fp8dist_loss",]) == bits(NAN)
     assert [found[name,] for name in counters] == counted_before
     assert ("fp8dist_user_new",) not in found
+    endpoint.write(7, {"data_ms": 7.0, "data_seconds": 2.0}, ())
+    assert scraped(endpoint)["fp8dist_user_data_seconds",] == 2.0
     endpoint.close()
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=10)

@@ -14,6 +14,7 @@ import pytest
 
 from fp8dist.runs.report import facts
 from fp8dist.runs.report.cards import bits_of, checkpoint_table
+from fp8dist.runs.report.checkpoints import saved_checkpoints
 from fp8dist.runs.report.live import LiveRun
 from fp8dist.runs.report.numbers import RunNumbers, read_run
 from fp8dist.runs.report.parting import Digests, Parting, part
@@ -293,6 +294,13 @@ DIFFERS = "after a divergence"
         ([], [_checked(4), _checked(9, nonfinite=["a"])], ["good", "not finite", "not finite"], "step 3"),
         ([], [_checked(9, nonfinite=["a"]), _checked(10)], ["not finite"] * 3, "No checkpoint"),
         ([], [_checked(9, nonfinite=["a"]), _back(4), SAVED[1], _checked(6)], ["good"] * 2, "step 6"),
+        # A load makes ranks equal. A check before it counts, also of a step that the resume undoes.
+        ([], [_back(8), _checked(9)], ["loaded before a check"] * 3, "no check came between one and the next load"),
+        ([], [_checked(4), _back(8), {**SAVED[2], "step": 9}, _checked(9)],
+         ["good", *["loaded before a check"] * 2, "good"], "step 9"),
+        ([], [_checked(10), _back(8), _checked(9)], ["good"] * 3, "step 8"),
+        ([], [OLD, _back(8), _checked(9)], ["good"] * 3, "step 8"),
+        ([], [_shards(9), _back(8), _checked(9)], ["loaded before a check"] * 3, "No checkpoint"),
         # A loss or gradient norm is not finite.
         ([{"step": 5, "loss": "NaN"}], [], ["unchecked", *[AFTER] * 2], "No checkpoint"),
         (TWO, [_checked(9)], ["good", AFTER6, "good"], "step 8"),
@@ -342,3 +350,10 @@ def test_the_first_trouble_is_told_with_its_replay(tmp_path: Path) -> None:
     assert facts.replayed_text(_run(tmp_path / "again", [], [replayed, _back(2)]), 3) == ""
     lost = _run(tmp_path / "lost", [{"step": 2, "loss": "NaN"}])  # Without a loss guard.
     assert [(event.step, event.kind) for event in facts.story(lost)] == [(2, "nonfinite_loss")]
+
+
+def test_of_many_checks_the_last_before_a_load_is_kept(tmp_path: Path) -> None:
+    checks = [[_checked(step) for step in range(begin, begin + 2500)] for begin in (1, 2501)]
+    run = _run(tmp_path, [], [{"step": 2400, "kind": "saved"}, *checks[0], _back(2500), *checks[1]])
+    assert len(run.events) == 2002
+    assert [one.state for one in saved_checkpoints(run)] == ["good"]

@@ -84,6 +84,11 @@ def test_empty_panels_say_what_to_switch_on(tmp_path: Path) -> None:
     assert [text for text in wanted.split() if text not in body] == []
     assert not re.search("--[a-z]|example job", body)  # A job of another program has no such flags.
     assert body.count('class="empty"') >= 6
+    lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0, "grad_norm": "NaN"}])
+    body = _body(page_of(read_run(tmp_path)))
+    assert "The gradient norm is not finite in 1 step, first in step 1." in body
+    assert "No gradient norm is finite." in body
+    assert "all values are finite" not in body
     folder = _small(tmp_path / "run")  # A recipe without a sync.
     lines(folder / "ranks.jsonl", [{"step": 10, "ranks": [0, 1], "sync_wait_ms": [None, None], "step_ms": [9.0, 9.0]}])
     body = _body(page_of(read_run(folder)))
@@ -212,6 +217,11 @@ def test_the_command_writes_the_file_whole_and_opens_it(
     assert main(["report", str(folder), str(folder), "--out", str(named)]) == 0
     assert "Where did these two runs part?" in named.read_text()
     assert [*named.parent.iterdir()] == [named]
+    link = tmp_path / "link.html"
+    link.symlink_to(named)
+    assert main(["report", str(folder), "--out", str(link)]) == 0
+    assert link.is_symlink()
+    assert "Where did these two runs part?" not in named.read_text()
     assert main(["report", str(folder), "--open"]) == 0
     out, err = capsys.readouterr()
     file = Path(out.splitlines()[-1])
@@ -230,6 +240,9 @@ def test_the_command_writes_the_file_whole_and_opens_it(
         ("{}", ["--out", "a.html"], "is not the header of a run of fp8dist"),
         ('{"format": "fp8dist run", "version": 1}', ["--out", "missing/a.html"],
          "cannot be written: No such file or directory"),
+        ('{"format": "fp8dist run", "version": 1}', ["--out", "."], "cannot be written: Is a directory"),
+        ('{"format": "fp8dist run", "version": 1}', ["--out", "a" * 300], "cannot be written: File name too long"),
+        ('{"format": "fp8dist run", "version": 1}', ["--out", "full"], "cannot be written: No space left on device"),
         ('{"format": "fp8dist run", "version": 1}', [], "give --out FILE for the HTML file, or --open"),
     ],
 )  # fmt: skip
@@ -237,9 +250,11 @@ def test_a_mistake_is_one_line(
     content: str | None, words: list[str], text: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("full").symlink_to("/dev/full")
     if content is not None:
         Path("run.json").write_text(content)
     assert main(["report", str(tmp_path), *words]) == 2
+    assert Path("full").is_char_device()
     error = capsys.readouterr().err
     assert error.startswith("fp8dist report: ")
     assert text in error
