@@ -157,7 +157,7 @@ class Checker:
         self.along: Memory = {}
         self.adopted = None if state.axes is None else Adopted(state.axes, self.along)
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), widest)
-        self._last_good: dict[str, int] = {}  # The newest step at which all ranks were equal, by kind of thing.
+        self._last_good: dict[tuple[str, int], int] = {}  # See ``Comparison``.
         self._queued: list[Event] = []
         # A check and a sync each know only their own findings, so each has its own memory of them.
         self.standing, self.repairs = Standing(), Repairs()
@@ -472,7 +472,7 @@ class Checker:
         try:
             manifest = str(int(default.arena.words[WORD_MANIFEST])) if default.communicates else ""
             compared = Comparison(
-                anchor, [self], module, scope, default.arena.device, step, self._last_good, manifest=manifest,
+                anchor, [self], module, scope, default.arena.device, step, done, self._last_good, manifest=manifest,
                 adopted=self.adopted,
             )  # fmt: skip
             most = self.state.settings.max_repairs if max_repairs is None else max_repairs
@@ -482,8 +482,6 @@ class Checker:
             self.checks += 1
             self.seconds += time.perf_counter() - start
         self._run_callbacks()
-        if not report.diverged and not report.nonfinite:
-            self._last_good.update(dict.fromkeys(report.compared, done))
         self.warn_of_skipped(report, anchor)
         return report
 
@@ -625,7 +623,8 @@ class Comparison:
         scope: what of them is compared.
         device: if it is a GPU, the current CUDA device during the check.
         step: number of the step in progress, or of the last one; 0: unknown.
-        last_good: the newest step at which all ranks were equal, by kind of thing.
+        done: number of steps that the state is the result of; None: unknown.
+        last_good: the newest step at which all ranks were equal, by ``Holdings.scopes``. ``run_check`` adds to it.
         manifest: a text that must be equal on all ranks, such as the digest of the manifest; "": none.
         vouched: True if the caller says that plain tensors are replicated over ``anchor``.
         groups: fqn patterns of tensors that other groups replicate; None as a group: do not compare.
@@ -639,7 +638,8 @@ class Comparison:
     scope: Scope
     device: torch.device
     step: int
-    last_good: Mapping[str, int]
+    done: int | None
+    last_good: dict[tuple[str, int], int]
     manifest: str = ""
     vouched: bool = False
     groups: Mapping[str, GroupLike | None] | None = None
@@ -740,6 +740,8 @@ def run_check(
             for checker in checkers:
                 checker.state.job.invalidate_casts()
     conclude(report, policy != "warn", of.notify)
+    if of.done is not None and not (report.diverged or report.nonfinite):
+        of.last_good.update(dict.fromkeys(compared.holdings.scopes.values(), of.done))
     return report
 
 

@@ -36,7 +36,7 @@ _INSTEAD = (
 )
 
 LAST_GOOD_STEPS = "_fp8dist_last_good_steps"
-"""Attribute of a checked module that holds the step of its last good check, by kind of what was compared."""
+"""Attribute of a checked module that holds the step of its last good check, by what was compared."""
 
 ALONG_AXES = "_fp8dist_along_axes"
 """Attribute of a checked module that holds what the first comparison along each axis found."""
@@ -131,23 +131,22 @@ def check(
     checkers = [Internals(manager).settled().checker for manager in managers]
     within = _names_in(module, managers) if len(managers) > 1 else ()  # Their slots may have equal names.
     meet(anchor, "fp8dist.check()")
-    remembered = module.__dict__[LAST_GOOD_STEPS]  # Of a run that may have gone back to an earlier step since.
-    last_good = {kind: at for kind, at in remembered.items() if step is None or at <= step}
+    last_good = module.__dict__[LAST_GOOD_STEPS]
+    for of in [of for of, at in last_good.items() if step is not None and at > step]:
+        del last_good[of]  # The run has gone back to an earlier step since.
     device, vouched = _device_of(module), group is not None
     adopted = next((checker.adopted for checker in checkers if checker.adopted is not None), None)
     if given is not None:
         memory = checkers[0].along if checkers else module.__dict__.setdefault(ALONG_AXES, {})
         adopted = Adopted(given, memory)
     compared = Comparison(
-        anchor, checkers, module, scope, device, step or 0, last_good, vouched=vouched, groups=groups, adopted=adopted,
-        within=within,
+        anchor, checkers, module, scope, device, step or 0, step, last_good, vouched=vouched, groups=groups,
+        adopted=adopted, within=within,
     )  # fmt: skip
     repairs = checkers[0].repairs if checkers else module.__dict__.setdefault(REPAIRS, Repairs())
     report = run_check(compared, policy, _INSTEAD, report_dir(), repairs, max_repairs)
     if not compared.enabled:
         checkers[0].warn_of_skipped(report, anchor)
-    if not (report.diverged or report.nonfinite) and step is not None:
-        module.__dict__[LAST_GOOD_STEPS] = {**last_good, **dict.fromkeys(report.compared, step)}
     return report
 
 
