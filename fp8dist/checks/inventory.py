@@ -139,12 +139,17 @@ class Holdings:
 
     @property
     def layout(self) -> tuple[str, ...]:
-        """Labels of the sets other than the anchor's, and of what else must be equal on all ranks: they decide on
-        collectives, and whether there is anything to compare."""
+        """Labels of the sets other than the anchor's, and ``asked``: they decide on collectives."""
+        return (*(m.label for m in self.memberships), *self.asked)
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """What must be equal on all ranks, beside the anchor's set: it decides on collectives, and whether there is
+        anything to compare."""
         first = (f"axis {axis}, compared for the first time" for axis in self.pending)
         computed = () if self.computed is None else (plural(KIND),)
         inside = (COHERENCE,) if self.inside is not None and self.inside.suffices else ()
-        return (*(m.label for m in self.memberships), *computed, *inside, *first)
+        return (*computed, *inside, *first)
 
     @property
     def inside_findings(self) -> list[Finding]:

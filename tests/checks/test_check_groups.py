@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -296,6 +297,36 @@ def test_a_set_that_only_some_of_its_ranks_fill_is_reported_and_not_waited_for()
         report = manager.check(parameters=False, gradients=True, policy="warn")
     found = [("layout", "DDP", (0, 1), "rank 1: nothing to compare; rank 0: something to compare")]
     assert [(f.kind, f.name, f.ranks, f.detail) for f in report.findings] == found
+
+
+@pytest.mark.parametrize("first", ["ddp", "plain"])
+@on_ranks(4, timeout=30)
+def test_stages_of_a_pipeline_may_hold_other_kinds_of_things(first: str) -> None:
+    """The first stage has no FP8, and perhaps no DDP. Of the second, rank 3 differs, or has no DDP."""
+    pair, rank = _pair(), dist.get_rank()
+    net = nn.Sequential(nn.Linear(16, 16))
+    for parameter in net.parameters():
+        nn.init.ones_(parameter)
+    if rank > 1:
+        manager = fp8dist.prepare(net, HISTORY, group=pair)
+    stage = DistributedDataParallel(net, process_group=pair) if rank > 1 or first == "ddp" else net
+    if rank > 1:
+        manager.attach(stage)
+    report = fp8dist.check(stage)
+    slots = {"slot": 3} if rank > 1 else {}
+    assert report.compared == ({} if stage is net else {"parameter": 2, **slots})
+    assert (report.consistent, report.findings) == (first == "ddp", ())
+    if rank == 3:
+        _nudge(net[0].bias)
+    with captured_log():
+        found = [
+            fp8dist.check(one, policy="warn").findings for one in (stage, copy.deepcopy(net) if rank == 3 else stage)
+        ]
+    assert [[(f.kind, f.name, f.ranks) for f in of] for of in found] == [
+        [("parameter", "0.bias", (2, 3))],
+        [("layout", "layout", (2, 3))],
+    ]
+    same_on_all_ranks(repr(found))
 
 
 @pytest.mark.parametrize(
