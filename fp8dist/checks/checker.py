@@ -400,7 +400,7 @@ class Checker:
             if self.state.settings.check_policy == "repair":
                 repairs, mend = self._repairs_of[id(sync)], partial(self._mend_arena, sync, sync.group, report)
                 repairs.observe(report, HEADER_KINDS)
-                report = repairs.repair(report, self.state.settings.max_repairs, mend)
+                report = repairs.repair(report, self.state.settings.max_repairs, mend, sync.group)
         texts = standing.texts(report) if self.state.settings.check_policy == "warn" else None
         announce(report, sync.group, raises=False, texts=texts, waits=not joins)
         self._queued.append(_diverged(report))
@@ -726,14 +726,16 @@ def run_check(
             things = compared.holdings.things | (inside.things if inside is not None else set())
             _log_changes(anchor, standing, report, kinds, compared.nonfinite_rank, things)
             repairs.observe(report, of.scope.kinds)
-            if policy == "repair" and of.module is not None:
+            agreed = not any(f.kind in ("layout", "error") for f in report.findings)
+            if policy == "repair" and of.module is not None and agreed:  # Else not all ranks may be asked to repair.
                 # FSDP2 may keep what it has gathered before a repair. Ranks gather together, so all of them reshard,
                 # also those that check over another group, and find no difference.
                 reshard(fsdp2_modules(around(of.module)))
             if report.diverged:
                 save_evidence(report, report_dir, compared.holdings.evidence)
                 if policy == "repair":
-                    report = repairs.repair(report, max_repairs, partial(repair, anchor, of.holdings, compared))
+                    mend = partial(repair, anchor, of.holdings, compared)
+                    report = repairs.repair(report, max_repairs, mend, anchor) if agreed else mend()  # Only a note.
                 texts = standing.texts(report) if policy == "warn" else None
                 log_on_one_rank(report, anchor, policy != "warn", texts)
         finally:  # A repair writes to weights, so their casts are stale.

@@ -90,7 +90,9 @@ def check_replicas(
         known = [*known, *mine.inside_findings]
     except Exception as raised:
         mine, error = Holdings((ReplicaSet("", anchor, ()),)), raised
-    words = {"manifest": mine.manifest, "step": mine.step, "layout": mine.layout}  # Must be equal on all ranks.
+    repairs = ("repair",) if everything else ()
+    layout = (*mine.layout, *repairs)
+    words = {"manifest": mine.manifest, "step": mine.step, "layout": layout}  # Must be equal on all ranks.
     lacking = max((1 + _MAY_BE_UNVERIFIED.index(kind) for kind in mine.alone.unverified), default=0)
     ranks = sorted(anchor.ranks, reverse=True)
     doubt = _NOT_FINITE + ranks.index(anchor.rank) if mine.alone.nonfinite else int(bool(mine.alone.partial))
@@ -109,7 +111,7 @@ def check_replicas(
         return Compared(_report(mine, findings + errors), mine, [], nonfinite_rank=nonfinite_rank)
     differs = [name for name, same in zip(words, agree) if not same]
     shares = bool(mine.memberships)
-    if "layout" in differs and _agree(anchor, [word_of(mine.asked)], None)[0][0]:
+    if "layout" in differs and _agree(anchor, [word_of((*mine.asked, *repairs))], None)[0][0]:
         differs.remove("layout")  # Only the sets have other names, as in stages of a pipeline: their ranks must agree.
         shares = True
     findings += _differing_words(anchor, mine, words, differs)
