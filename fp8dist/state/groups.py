@@ -18,12 +18,15 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from fp8dist.common.text import ranks_text
 from fp8dist.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 GroupLike = dist.ProcessGroup | DeviceMesh
+
+_MEMBERS = "Only members prepare and check with a group: give this rank a group of its own"
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -110,6 +113,10 @@ class SyncGroup:
             self.mesh = group
             # Sorted, like the ranks of the process group that is made for the mesh.
             self.ranks: Sequence[int] = _compact(sorted(group.mesh.flatten().tolist()))
+            if dist.get_rank() not in self.ranks:
+                raise ConfigurationError(
+                    f"rank {dist.get_rank()} is not in this DeviceMesh of ranks {ranks_text(self.ranks)}. {_MEMBERS}"
+                )
         elif isinstance(group, dist.ProcessGroup):
             self._given = weakref.ref(group)
             self.ranks = _compact(dist.get_process_group_ranks(group))
@@ -300,10 +307,7 @@ def _destroy(group: weakref.ref[dist.ProcessGroup], process: int, newest: Sequen
 def _instead(given: object) -> str:
     """Return a hint on what to pass as a group instead."""
     if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
-        return (
-            "The value means that this rank is not in the group that new_group() made. Only members prepare and check "
-            "with a group: give this rank a group of its own"
-        )
+        return f"The value means that this rank is not in the group that new_group() made. {_MEMBERS}"
     if isinstance(given, str):
         return f"Pass dist.group.WORLD, or an axis of a DeviceMesh: mesh[{given!r}]"
     if isinstance(given, Iterable):

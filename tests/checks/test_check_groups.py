@@ -242,6 +242,22 @@ def test_ranks_of_a_mesh_in_any_order_are_named_rightly(odd: int) -> None:
     assert (report.consistent, model.weight.detach().view(-1)[6].item()) == (True, 1.0)
 
 
+@on_ranks(3, timeout=30)
+def test_a_rank_outside_of_a_mesh_is_refused_and_not_waited_for() -> None:
+    mesh, rank = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)), dist.get_rank()
+    net = make_net()
+    text, world = r"rank 2 is not in this DeviceMesh of ranks 0, 1\. Only members", dist.group.WORLD
+    if rank == 2:
+        with pytest.raises(ConfigurationError, match=text):
+            fp8dist.check(net, group=mesh)
+    else:
+        assert fp8dist.check(net, group=mesh).consistent
+    with captured_log(), pytest.raises(DivergenceError, match=text):
+        fp8dist.check(net, group=world, groups={"last.*": mesh})
+    groups = {"last.*": mesh if rank < 2 else None}
+    assert fp8dist.check(net, group=world, groups=groups).compared == {"parameter": 6 if rank < 2 else 4}
+
+
 @on_ranks(2)
 def test_a_pattern_beats_what_ddp_says() -> None:
     model = DistributedDataParallel(make_net())
