@@ -25,7 +25,7 @@ from fp8dist.job.manager import ATTRIBUTE, WHOLE, Internals, StateManager, manag
 from fp8dist.parallel.ddp import in_join
 from fp8dist.parallel.torch_internals import require_checkable
 from fp8dist.state.accord import meet
-from fp8dist.state.groups import GroupLike, SyncGroup, world_size
+from fp8dist.state.groups import GroupLike, group_of_this_rank, world_size
 from fp8dist.state.roll_call import enrol
 from fp8dist.state.settings import Policy, report_dir
 from fp8dist.state.slots import clean_fqn
@@ -126,7 +126,7 @@ def check(
     if LAST_GOOD_STEPS not in module.__dict__:
         module.__dict__[LAST_GOOD_STEPS] = {}
         enrol()  # So that an error can name the host of a missing rank.
-    anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
+    anchor = group_of_this_rank(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     managers = managers_in(module)
     checkers = [Internals(manager).settled().checker for manager in managers]
     within = _names_in(module, managers) if len(managers) > 1 else ()  # Their slots may have equal names.

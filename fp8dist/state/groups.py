@@ -113,10 +113,6 @@ class SyncGroup:
             self.mesh = group
             # Sorted, like the ranks of the process group that is made for the mesh.
             self.ranks: Sequence[int] = _compact(sorted(group.mesh.flatten().tolist()))
-            if dist.get_rank() not in self.ranks:
-                raise ConfigurationError(
-                    f"rank {dist.get_rank()} is not in this DeviceMesh of ranks {ranks_text(self.ranks)}. {_MEMBERS}"
-                )
         elif isinstance(group, dist.ProcessGroup):
             self._given = weakref.ref(group)
             self.ranks = _compact(dist.get_process_group_ranks(group))
@@ -277,6 +273,20 @@ class SyncGroup:
             "a StateManager with a process group cannot be pickled: save manager.state_dict() (or "
             "manager.save(path)) and call prepare() and load_state_dict() in the other process"
         )
+
+
+def group_of_this_rank(group: GroupLike) -> SyncGroup:
+    """Return the SyncGroup of a group that a caller gives.
+
+    Raises:
+        ConfigurationError: it is none, or this rank is not in it. torch makes a DeviceMesh on all ranks.
+    """
+    made = SyncGroup(group)
+    if made.rank not in made.ranks:
+        raise ConfigurationError(
+            f"rank {made.rank} is not in this DeviceMesh of ranks {ranks_text(made.ranks)}. {_MEMBERS}"
+        )
+    return made
 
 
 def mesh_coordinates(mesh: DeviceMesh) -> dict[str, int] | None:
