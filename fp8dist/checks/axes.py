@@ -21,7 +21,7 @@ from fp8dist.checks.contents import word_of
 from fp8dist.common.patterns import require_patterns
 from fp8dist.common.text import first_few
 from fp8dist.errors import ConfigurationError
-from fp8dist.state.groups import GroupLike, SyncGroup, maximum
+from fp8dist.state.groups import GroupLike, SyncGroup, group_of_this_rank, maximum
 
 logger = logging.getLogger("fp8dist")
 
@@ -131,7 +131,7 @@ class Adopted:
     ) -> None:
         assert isinstance(axes.groups, Mapping)
         self.axes, self._memory, self._log = axes, memory, log or _log_adopted
-        self.groups = {name: SyncGroup(group) for name, group in axes.groups.items()}
+        self.groups = {name: group_of_this_rank(group) for name, group in axes.groups.items()}
         self.error: Exception | None = None
 
     def pending(self, names: Collection[str]) -> list[str]:

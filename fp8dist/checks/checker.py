@@ -83,7 +83,7 @@ class Checker:
         self.along: Memory = {}
         self.adopted = None if state.axes is None else Adopted(state.axes, self.along)
         self._default = next((i for i, sync in enumerate(syncs) if not sync.patterns), widest)
-        self._last_good: dict[str, int] = {}  # The newest step at which all ranks were equal, by kind of thing.
+        self._last_good: dict[tuple[str, int], int] = {}  # See ``Comparison``.
         self.standing, self.repairs = Standing(), Repairs()
         self._warned_skipped = False
 
@@ -142,7 +142,8 @@ class Checker:
         try:
             manifest = str(int(default.arena.words[WORD_MANIFEST])) if default.communicates else ""
             compared = Comparison(
-                anchor, [self._verdicts], module, scope, default.arena.device, step, self._last_good, manifest=manifest,
+                anchor, [self._verdicts], module, scope, default.arena.device, step, done, self._last_good,
+                manifest=manifest,
                 adopted=self.adopted,
             )  # fmt: skip
             most = self.state.settings.max_repairs if max_repairs is None else max_repairs
@@ -152,8 +153,6 @@ class Checker:
             self.checks += 1
             self.seconds += time.perf_counter() - start
         self.events.run()
-        if not report.diverged and not report.nonfinite:
-            self._last_good.update(dict.fromkeys(report.compared, done))
         self.warn_of_skipped(report, anchor)
         return report
 

@@ -39,7 +39,8 @@ class Comparison:
         scope: what of them is compared.
         device: if it is a GPU, the current CUDA device during the check.
         step: number of the step in progress, or of the last one; 0: unknown.
-        last_good: the newest step at which all ranks were equal, by kind of thing.
+        done: number of steps that the state is the result of; None: unknown.
+        last_good: the newest step at which all ranks were equal, by ``Holdings.scopes``. ``run_check`` adds to it.
         manifest: a text that must be equal on all ranks, such as the digest of the manifest; "": none.
         vouched: True if the caller says that plain tensors are replicated over ``anchor``.
         groups: fqn patterns of tensors that other groups replicate; None as a group: do not compare.
@@ -53,7 +54,8 @@ class Comparison:
     scope: Scope
     device: torch.device
     step: int
-    last_good: Mapping[str, int]
+    done: int | None
+    last_good: dict[tuple[str, int], int]
     manifest: str = ""
     vouched: bool = False
     groups: Mapping[str, GroupLike | None] | None = None
@@ -140,20 +142,24 @@ def run_check(
             things = compared.holdings.things | (inside.things if inside is not None else set())
             log_changes(anchor, standing, report, kinds, compared.nonfinite_rank, things)
             repairs.observe(report, of.scope.kinds)
-            if policy == "repair" and of.module is not None:
+            agreed = not any(f.kind in ("layout", "error") for f in report.findings)
+            if policy == "repair" and of.module is not None and agreed:  # Else not all ranks may be asked to repair.
                 # FSDP2 may keep what it has gathered before a repair. Ranks gather together, so all of them reshard,
                 # also those that check over another group, and find no difference.
                 reshard(fsdp2_modules(around(of.module)))
             if report.diverged:
                 save_evidence(report, report_dir, compared.holdings.evidence)
                 if policy == "repair":
-                    report = repairs.repair(report, max_repairs, partial(repair, anchor, of.holdings, compared))
+                    mend = partial(repair, anchor, of.holdings, compared)
+                    report = repairs.repair(report, max_repairs, mend, anchor) if agreed else mend()  # Only a note.
                 texts = standing.texts(report) if policy == "warn" else None
                 log_on_one_rank(report, anchor, policy != "warn", texts)
         finally:  # A repair writes to weights, so their casts are stale.
             for manager in managers:
                 manager.state.job.invalidate_casts()
     conclude(report, policy != "warn", of.notify)
+    if of.done is not None and not (report.diverged or report.nonfinite):
+        of.last_good.update(dict.fromkeys(compared.holdings.scopes.values(), of.done))
     return report
 
 

@@ -22,7 +22,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8dist.checks.axes import Adopted, OpenTensor
 from fp8dist.checks.coherence import Asked, Inside, inside_of
 from fp8dist.checks.computations import KIND, ComputedContent, computations_of
-from fp8dist.checks.contents import ArenaContent, Content, Digester, Field, Key, NamedTensor, TensorContent, values_near
+from fp8dist.checks.contents import (
+    ArenaContent,
+    Content,
+    Digester,
+    Field,
+    Key,
+    NamedTensor,
+    TensorContent,
+    values_near,
+    word_of,
+)
 from fp8dist.checks.differences import ravel
 from fp8dist.checks.finite import not_finite
 from fp8dist.checks.likeness import likeness
@@ -102,7 +112,7 @@ class Holdings:
     Attributes:
         sets: the anchor's set, then those of other ranks.
         step: number of the step in progress, or of the last one. ``manifest``: a text. Both must be equal on all ranks.
-        last_good: the newest step at which things of a kind were compared and equal.
+        last_good: the newest step at which the things of a scope were compared and equal, see ``scopes``.
         coords: this rank's place on each axis of the mesh.
         alone: the part of the report that needs no other rank: what is skipped, and what is not finite.
         memberships: the ranks of all sets but the anchor's, also of those in which this rank has nothing.
@@ -117,7 +127,7 @@ class Holdings:
     sets: tuple[ReplicaSet, ...]
     step: int = 0
     manifest: str = ""
-    last_good: Mapping[str, int] = field(default_factory=dict)
+    last_good: Mapping[tuple[str, int], int] = field(default_factory=dict)
     coords: dict[str, int] | None = None
     alone: DivergenceReport = field(default_factory=DivergenceReport)
     memberships: tuple[Membership, ...] = ()
@@ -129,12 +139,17 @@ class Holdings:
 
     @property
     def layout(self) -> tuple[str, ...]:
-        """Labels of the sets other than the anchor's, and of what else must be equal on all ranks: they decide on
-        collectives, and whether there is anything to compare."""
+        """Labels of the sets other than the anchor's, and ``asked``: they decide on collectives."""
+        return (*(m.label for m in self.memberships), *self.asked)
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """What must be equal on all ranks, beside the anchor's set: it decides on collectives, and whether there is
+        anything to compare."""
         first = (f"axis {axis}, compared for the first time" for axis in self.pending)
         computed = () if self.computed is None else (plural(KIND),)
         inside = (COHERENCE,) if self.inside is not None and self.inside.suffices else ()
-        return (*(m.label for m in self.memberships), *computed, *inside, *first)
+        return (*computed, *inside, *first)
 
     @property
     def inside_findings(self) -> list[Finding]:
@@ -160,6 +175,15 @@ class Holdings:
     def things(self) -> set[tuple[str, str]]:
         """(name, kind) of all compared things."""
         return {key[:2] for s in self.all_sets for key in s.keys}
+
+    @property
+    def scopes(self) -> dict[str, tuple[str, int]]:
+        """By kind of what is compared, a key that only checks of the same things have: another may have left out what
+        differs."""
+        names: dict[str, list[str]] = {}
+        for name, kind in sorted(self.things):
+            names.setdefault(kind, []).append(name)
+        return {kind: (kind, word_of(tuple(of))) for kind, of in names.items()}
 
     @property
     def compared_bytes(self) -> dict[str, int]:
@@ -194,7 +218,7 @@ class Holdings:
             The values by rank, and the ranks with their hosts, devices, steps and last good steps.
         """
         device = self._device(group.device)
-        good = {kind: self.last_good.get(kind) for kind in self.compared} if last_good else {}
+        good = {kind: self.last_good.get(of) for kind, of in self.scopes.items()} if last_good else {}
         gathered = group.gather((Sender(this_rank(device, self.coords), self.step, good, self.late), value))
         return {of.participant.rank: theirs for of, theirs in gathered}, [of for of, _ in gathered]
 
@@ -243,7 +267,9 @@ class Inventory:
         self._ways: Counter[str] = Counter()
         self._late: tuple[str, ...] = ()
 
-    def holdings(self, step: int, manifest: str = "", last_good: Mapping[str, int] | None = None) -> Holdings:
+    def holdings(
+        self, step: int, manifest: str = "", last_good: Mapping[tuple[str, int], int] | None = None
+    ) -> Holdings:
         """Return all that was collected. For the arguments see ``Holdings``."""
         contents = {label: list(parts) for label, parts in self._contents.items()}
         skipped = [

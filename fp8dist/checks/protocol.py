@@ -90,7 +90,9 @@ def check_replicas(
         known = [*known, *mine.inside_findings]
     except Exception as raised:
         mine, error = Holdings((ReplicaSet("", anchor, ()),)), raised
-    words = {"manifest": mine.manifest, "step": mine.step, "layout": mine.layout}  # Must be equal on all ranks.
+    repairs = ("repair",) if everything else ()
+    layout = (*mine.layout, *repairs)
+    words = {"manifest": mine.manifest, "step": mine.step, "layout": layout}  # Must be equal on all ranks.
     lacking = max((1 + _MAY_BE_UNVERIFIED.index(kind) for kind in mine.alone.unverified), default=0)
     ranks = sorted(anchor.ranks, reverse=True)
     doubt = _NOT_FINITE + ranks.index(anchor.rank) if mine.alone.nonfinite else int(bool(mine.alone.partial))
@@ -108,6 +110,10 @@ def check_replicas(
             logger.error(text, anchor.rank, exc_info=error)
         return Compared(_report(mine, findings + errors), mine, [], nonfinite_rank=nonfinite_rank)
     differs = [name for name, same in zip(words, agree) if not same]
+    shares = bool(mine.memberships)
+    if "layout" in differs and _agree(anchor, [word_of((*mine.asked, *repairs))], None)[0][0]:
+        differs.remove("layout")  # Only the sets have other names, as in stages of a pipeline: their ranks must agree.
+        shares = True
     findings += _differing_words(anchor, mine, words, differs)
     differing: list[tuple[ReplicaSet, list[Differing]]] = []
     if not agree[-1]:
@@ -116,7 +122,7 @@ def check_replicas(
         differing.append((mine.sets[0], things))
     anything = bool(mine.compared)  # Equal on all ranks, if there are no further sets and nothing differs.
     # Ranks that disagree about the sets would wait for each other.
-    if "layout" not in differs and mine.memberships:
+    if "layout" not in differs and shares:
         disputed = _disputed_memberships(anchor, mine)
         findings += disputed
         if not disputed:
@@ -270,37 +276,39 @@ def _disputed_memberships(anchor: SyncGroup, mine: Holdings) -> list[Finding]:
     the n ranks sends the hash times 1 - n. So if all hashes of a set are equal, they add up to 0.
     """
     held = {s.label for s in mine.sets}
+    everyone = set(anchor.ranks)
+    sets = {
+        m.label: (tuple(m.ranks), m.label in held, m.view) for m in mine.memberships if everyone.issuperset(m.ranks)
+    }
     balance = sum(
-        word_of((m.label, m.ranks, m.label in held)) * (1 - len(m.ranks) if anchor.rank == min(m.ranks) else 1)
-        for m in mine.memberships
-        if set(m.ranks) <= set(anchor.ranks)
+        word_of((label, ranks, has)) * (1 - len(ranks) if anchor.rank == min(ranks) else 1)
+        for label, (ranks, has, _) in sets.items()
     )
     wrapped = (balance + (1 << 63)) % (1 << 64) - (1 << 63)  # As int64, whose sums wrap around.
     total = torch.tensor([wrapped], dtype=torch.int64, device=anchor.device)
     dist.all_reduce(total, dist.ReduceOp.SUM, group=anchor.process_group)
     if not int(total):
         return []
-    if findings := _held_by_some(anchor, mine, held):
-        return findings
-    views = {"layout": tuple((m.label, m.view or m.ranks) for m in mine.memberships)}
-    return _differing_words(anchor, mine, views, ["layout"])
-
-
-def _held_by_some(anchor: SyncGroup, mine: Holdings, held: set[str]) -> list[Finding]:
-    """Return a finding for each set in which only some of its ranks have something to compare. COLLECTIVE."""
-    sets = {m.label: (tuple(m.ranks), m.label in held) for m in mine.memberships}
     by_rank, senders = mine.gather(anchor, sets, last_good=False)
     by_set: dict[tuple[str, tuple[int, ...]], dict[int, str]] = {}
     for rank, theirs in by_rank.items():
-        for label, (ranks, has) in theirs.items():
+        for label, (ranks, has, _) in theirs.items():
             what = f"{'something' if has else 'nothing'} to compare"
             by_set.setdefault((label, ranks), {})[rank] = what
+    whole = {of: values for of, values in by_set.items() if len(values) == len(of[1])}
     findings = [
-        f
-        for (label, ranks), values in sorted(by_set.items())
-        if len(values) == len(ranks)
-        for f in findings_of_values("layout", values, name=label)
+        f for (label, _), values in sorted(whole.items()) for f in findings_of_values("layout", values, name=label)
     ]
+    if not findings:
+        # The ranks that are in sets which not all of their ranks know, or see such a set as an axis of a mesh.
+        broken = by_set.keys() - whole.keys()
+        labels, concerned = {label for label, _ in broken}, {rank for _, ranks in broken for rank in ranks}
+        views: dict[int, list[Any]] = {rank: [] for rank in concerned}
+        for rank, theirs in by_rank.items():
+            for label, (ranks, _, view) in theirs.items():
+                if label in labels and (view or rank in concerned):
+                    views.setdefault(rank, []).append((label, view or ranks))
+        findings = findings_of_values("layout", {rank: repr(view) for rank, view in views.items()})
     return from_senders(findings, senders)
 
 

@@ -20,7 +20,7 @@ from fp8dist.checks.protocol import Compared, check_replicas
 from fp8dist.checks.report import DivergenceReport, split
 from fp8dist.common.divergence import COHERENCE, MORE
 from fp8dist.common.text import first_few
-from fp8dist.state.groups import SyncGroup
+from fp8dist.state.groups import SyncGroup, maximum
 from fp8dist_kernels.reference.content import as_bytes
 
 _AT_ONCE = 64 << 20
@@ -28,6 +28,8 @@ _AT_ONCE = 64 << 20
 
 _REPEATED = 3
 """From so many repairs of a tensor in consecutive checks on, the report says that they do not last."""
+
+_NO_LIMIT = 1 << 62
 
 _BEYOND_REPAIR = frozenset({"manifest", "step", "layout", "error", KIND})
 
@@ -45,10 +47,11 @@ class Repairs:
         self._counts = {of: n for of, n in self._counts.items() if of in found or of[0] not in kinds}
 
     def repair(
-        self, report: DivergenceReport, most: int | None, mend: Callable[[], DivergenceReport]
+        self, report: DivergenceReport, most: int | None, mend: Callable[[], DivergenceReport], group: SyncGroup
     ) -> DivergenceReport:
-        """Repair by ``mend``, unless a thing was repaired in each of the last ``most`` checks. COLLECTIVE if ``mend``
-        is.
+        """Repair by ``mend``, unless a thing was repaired in each of the last ``most`` checks. COLLECTIVE over
+        ``group``: one MAX, and ``mend``. Ranks may have made other checks before, or have other limits: the largest
+        count and the least limit decide for all.
 
         Args:
             report: of the check that found differences.
@@ -60,12 +63,14 @@ class Repairs:
             ``report`` with a note, if nothing was copied.
         """
         found = sorted(_identities(report))
-        if most is not None and (again := [of for of in found if self._counts.get(of, 0) >= most]):
+        limit, *counts = maximum(group, [-(most or _NO_LIMIT), *(self._counts.get(of, 0) for of in found)])
+        most = -limit
+        if again := [of for of, count in zip(found, counts) if count >= most]:
             return replace(report, notes=(*report.notes, f"nothing was copied: {_persists(again, most)} (max_repairs)"))
         mended = mend()
         if not mended.repaired:
             return mended
-        self._counts |= {of: self._counts.get(of, 0) + 1 for of in found}
+        self._counts |= {of: count + 1 for of, count in zip(found, counts)}
         again = [of for of in found if self._counts[of] >= _REPEATED]
         note = [f"{_persists(again, max(self._counts[of] for of in again))}"] if again else []
         return replace(mended, notes=(*mended.notes, *note))

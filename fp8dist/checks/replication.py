@@ -43,7 +43,7 @@ from fp8dist.parallel.torch_internals import (
     fsdp2_shards,
     reduced_by_ddp,
 )
-from fp8dist.state.groups import GroupLike, SyncGroup, has_base, is_dtensor, mesh_coordinates
+from fp8dist.state.groups import GroupLike, SyncGroup, group_of_this_rank, has_base, is_dtensor, mesh_coordinates
 from fp8dist.state.slots import clean_fqn
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Replication:
         self.anchor = Home(ANCHOR, anchor)
         """Home of tensors that all checking ranks hold alike."""
         self._vouched = vouched
-        self._patterns = {pattern: None if g is None else SyncGroup(g) for pattern, g in patterns.items()}
+        self._patterns = {pattern: None if g is None else group_of_this_rank(g) for pattern, g in patterns.items()}
         self._anchor_ranks = frozenset(anchor.ranks)
         self._memberships: dict[str, Membership] = {}
         self._known: dict[Any, Home | Excuse] = {}  # By what they come from: a mesh axis, a wrapper, a group.

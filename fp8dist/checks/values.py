@@ -28,7 +28,7 @@ from fp8dist.common.divergence import DUPLICATE, Finding
 from fp8dist.common.names import require_bool, require_choice
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.state.accord import meet
-from fp8dist.state.groups import GroupLike, SyncGroup, local_part, world_size
+from fp8dist.state.groups import GroupLike, SyncGroup, group_of_this_rank, local_part, world_size
 from fp8dist.state.received import Received
 from fp8dist.state.roll_call import enrol, failing_by_name
 from fp8dist.state.settings import report_dir
@@ -78,7 +78,7 @@ def check_values(
     require_bool("distinct", distinct)
     anchor = None
     if group is not None or world_size() > 1:
-        anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
+        anchor = group_of_this_rank(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     if anchor is None or not anchor.communicates:
         _texts(values)
         return DivergenceReport(skipped=("there is one rank, or no process group",))

@@ -285,7 +285,7 @@ class Verdicts:
             if self.state.settings.check_policy == "repair":
                 repairs, mend = self._repairs_of[id(sync)], partial(self._mend_arena, sync, sync.group, report)
                 repairs.observe(report, HEADER_KINDS)
-                report = repairs.repair(report, self.state.settings.max_repairs, mend)
+                report = repairs.repair(report, self.state.settings.max_repairs, mend, sync.group)
         texts = standing.texts(report) if self.state.settings.check_policy == "warn" else None
         announce(report, sync.group, raises=False, texts=texts, waits=not joins)
         self.events.queue_diverged(report)

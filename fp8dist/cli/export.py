@@ -6,7 +6,7 @@ import argparse
 import glob
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,8 +107,9 @@ def exported(path: str, format: str, options: argparse.Namespace, config: Mappin
     shapes = _parameters(source, options.model)
     kind, layouts = read_layouts(info, path)
     skeleton = _with_mixtures(config.get("model_type", kind), layouts, shapes)
-    _add_linears(skeleton, source, state, shapes)
-    manager = _restored(skeleton, state, to_bytes(state, info))
+    registered = _registered(state)
+    _add_linears(skeleton, source, state, shapes, registered)
+    manager = _restored(skeleton, state, to_bytes(state, info), registered)
     settings = _settings(info, path)
     names = expert_names(skeleton)
     mixtures = dict(mixtures_of(skeleton, names))
@@ -207,8 +208,21 @@ def _place(whole: nn.Module, name: str, module: nn.Module) -> None:
     whole._modules[last] = module
 
 
-def _add_linears(skeleton: nn.Module, source: Source, state: Mapping[str, Any], shapes: Shapes) -> None:
+def _registered(state: Mapping[str, Any]) -> set[str]:
+    """Return the names of the FP8 state that are no Linear's, and no expert's: ``manager.register`` takes any roles."""
+    roles: dict[str, set[str]] = {}
+    for slot in validated_slots(state):
+        roles.setdefault(slot.fqn, set()).add(slot.role)
+    return {name for name, of in roles.items() if not {Role.INPUT.value, Role.GRAD_OUTPUT.value} <= of}
+
+
+def _add_linears(
+    skeleton: nn.Module, source: Source, state: Mapping[str, Any], shapes: Shapes, registered: Set[str]
+) -> None:
     """Add the Linears of the FP8 state to a model without memory, under their names.
+
+    Args:
+        registered: names that are left out.
 
     Raises:
         CheckpointError: the checkpoint lacks a weight.
@@ -218,7 +232,7 @@ def _add_linears(skeleton: nn.Module, source: Source, state: Mapping[str, Any], 
     slots = validated_slots(state)
     weights = {slot.fqn: format for slot, format in zip(slots, state["formats"]) if slot.role == Role.WEIGHT.value}
     mixtures = _products(skeleton)
-    for name in sorted({slot.fqn for slot in slots}):
+    for name in sorted({slot.fqn for slot in slots} - registered):
         if name not in weights:
             raise ConfigurationError(
                 f"{name} shares its weight with another module: use fp8dist.export(manager) in the job"
@@ -247,16 +261,17 @@ def _products(skeleton: nn.Module) -> dict[str, str]:
     return {f"{name}.{product.removesuffix('_proj')}": name for name, products in mixtures for product in products}
 
 
-def _restored(skeleton: nn.Module, state: Mapping[str, Any], data: bytes) -> fp8dist.StateManager:
-    """Prepare the skeleton as the job prepared its model, and load its state."""
+def _restored(skeleton: nn.Module, state: Mapping[str, Any], data: bytes, registered: Set[str]) -> fp8dist.StateManager:
+    """Prepare the skeleton as the job prepared its model, and load its state, without the slots that were registered
+    under other names."""
     recipes = [Recipe.from_description(described) for described in state["recipes"]]
     products = _products(skeleton)
     of: dict[str, Any] = dict.fromkeys(products.values(), "high")  # Mixtures without slots.
     for slot, number in zip(validated_slots(state), state["recipe_of"]):
         of[products.get(slot.fqn.rpartition(".")[0], slot.fqn)] = recipes[number]
-    overrides = {glob.escape(name): recipe for name, recipe in of.items()}
+    overrides = {glob.escape(name): recipe for name, recipe in of.items() if name not in registered}
     manager = fp8dist.prepare(skeleton, recipes[0], skip=None, overrides=overrides, amax_sync=False, check_every=0)
-    manager.load_state_dict({next(iter(manager.state_dict())): data})
+    manager.load_state_dict({next(iter(manager.state_dict())): data}, strict=not registered)
     return manager
 
 

@@ -53,13 +53,15 @@ def agree(state: ModelState, model: nn.Module, also: Mapping[str, Any], timeout:
     distinct = {id(group): group for group in groups}
     agreed = {**settings.describe(), **also, "groups": len(distinct)}
     publications = []
-    for group in distinct.values():  # One manifest per group: ranks may differ in their number of arenas.
-        if group is not None and group.communicates:
+    shared = [group for group in distinct.values() if group is not None and group.communicates]
+    ranks = sorted({rank for group in shared for rank in group.ranks})
+    with failing_by_name(syncs[0].owner, lambda: "attach()", ranks):  # The store may be gone.
+        for group in shared:  # One manifest per group: ranks may differ in their number of arenas.
             arenas = [sync.arena for sync, of in zip(syncs, groups) if of is group]
             publications.append(publish_manifest(group, build_manifest(arenas, weights, agreed)))
-    if publications:
-        enrol()
-    agree_on_manifests(publications, len(distinct) - 1, timeout)
+        if publications:
+            enrol()
+        agree_on_manifests(publications, len(distinct) - 1, timeout)
     for publication in sorted(publications, key=lambda p: sorted(p.group.ranks)):  # Or ranks wait in a circle.
         group = publication.group
         group.round = publication.round

@@ -21,7 +21,7 @@ from fp8dist.modules.grouped_slots import slot_names
 from fp8dist.modules.overrides import Overrides
 from fp8dist.state.arena import Arena
 from fp8dist.state.arena_sync import ArenaSync
-from fp8dist.state.groups import GroupLike, SyncGroup
+from fp8dist.state.groups import GroupLike, SyncGroup, group_of_this_rank
 from fp8dist.state.recipe import DelayedScaling, Recipe
 from fp8dist.state.settings import Settings
 from fp8dist.state.slots import Slot, SlotSpec
@@ -165,7 +165,7 @@ def syncs_of(
     """Fourth step: make the arenas, each with its sync and group. The first is that of the default group, if there are
     slots for it."""
     fallback = settings.fallback if settings.enabled else None
-    made = [None if group is None else SyncGroup(group) for group in groups.groups]
+    made = [None if group is None else group_of_this_rank(group) for group in groups.groups]
     return {
         (at, each): (ArenaSync(Arena(part, each, settings.backend, fallback), patterns=groups.patterns(at)), made[at])
         for (at, each), part in specs.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,47 +82,60 @@ class Attachment:
         require_fitting(model, whole, resharded, axes, optimizers, cycle)
         unheld = warn_of_unheld(model, whole, optimizers) if cycle.settings.enabled else []
         self._before = cycle.scales.sharded or self._before
+        cycle.state.settle()  # In the communicator that the last attach() made.
+        with self._untied_if_it_fails():
+            _place(model, whole, cycle)
+            if cycle.settings.enabled:
+                try_products(model, axes)
+            self._module = weakref.ref(whole)
+            if compute is None:
+                on_gpu = any(sync.arena.device.type == "cuda" for sync in cycle.syncs)
+                compute = on_gpu and cycle.job.shared and cycle.settings.enabled
+            watch = None if cycle.measurement.watch is None else cycle.measurement.watch.describe()
+            boundary = "optimizer" if by_optimizer else "manual"
+            also = {"boundary": boundary, "watch": watch, "start": start, **({"compute": True} if compute else {})}
+            if cycle.state.axes is not None:
+                also["axes"] = cycle.state.axes.describe()
+            if cycle.state.values is not None:
+                also["values"] = True
+            self._agree(model, also, timeout)
+            cycle.checker.compare_start(model, whole, start)
+            parts = {part.fqn: part for part in fp8_parts(model)}
+            for part in parts.values():
+                part.slots.note.resharded = part.module in resharded
+            cycle.audits = audits_of(cycle.state, [parts[fqn].slots for fqn in sorted(parts)])
+            cycle.begin_audit()
+            warn_of_padding(model, axes, cycle)
+            self._derive_scales(model, whole)
+            cycle.job.attach(by_optimizer, scaler is not None, bool(optimizers))
+            cycle.control.training_resumes(any(map(has_stepped, optimizers)))
+            cycle.job.invalidate_casts()
+            if cycle.scales.sharded is not None:
+                cycle.scales.sharded.follow(self._before)
+            self._before = None
+            cycle.steps.attached(optimizers)
+            if unheld:
+                cycle.steps.expect_masters(unheld, optimizers[-1])
+            self._install_hooks(whole, optimizers, scaler, by_optimizer)
+            return compute
+
+    @contextlib.contextmanager
+    def _untied_if_it_fails(self) -> Iterator[None]:
+        """Remove the hooks of an earlier attachment. If the block raises, this rank shares no state: the caller may
+        mend the cause, and attach again. Ctrl-C may come at any time."""
         self.release()
-        _place(model, whole, cycle)
-        if cycle.settings.enabled:
-            try_products(model, axes)
-        self._module = weakref.ref(whole)
-        if compute is None:
-            on_gpu = any(sync.arena.device.type == "cuda" for sync in cycle.syncs)
-            compute = on_gpu and cycle.job.shared and cycle.settings.enabled
-        watch = None if cycle.measurement.watch is None else cycle.measurement.watch.describe()
-        boundary = "optimizer" if by_optimizer else "manual"
-        also = {"boundary": boundary, "watch": watch, "start": start, **({"compute": True} if compute else {})}
-        if cycle.state.axes is not None:
-            also["axes"] = cycle.state.axes.describe()
-        if cycle.state.values is not None:
-            also["values"] = True
-        self._agree(model, also, timeout)
-        self._compare_start(model, whole, start)
-        parts = {part.fqn: part for part in fp8_parts(model)}
-        for part in parts.values():
-            part.slots.note.resharded = part.module in resharded
-        cycle.audits = audits_of(cycle.state, [parts[fqn].slots for fqn in sorted(parts)])
-        cycle.begin_audit()
-        warn_of_padding(model, axes, cycle)
-        self._derive_scales(model, whole)
-        cycle.job.attach(by_optimizer, scaler is not None, bool(optimizers))
-        cycle.control.training_resumes(any(map(has_stepped, optimizers)))
-        cycle.job.invalidate_casts()
-        if cycle.scales.sharded is not None:
-            cycle.scales.sharded.follow(self._before)
-        self._before = None
-        cycle.steps.attached(optimizers)
-        if unheld:
-            cycle.steps.expect_masters(unheld, optimizers[-1])
-        self._install_hooks(whole, optimizers, scaler, by_optimizer)
-        return compute
+        try:
+            yield
+        except BaseException:
+            self.release()
+            self._module = None
+            self._forget_agreement()
+            raise
 
     def _agree(self, model: nn.Module, also: Mapping[str, Any], timeout: timedelta) -> None:
         """Agree with the other ranks on everything that must be equal, and share the state with them from now on.
         COLLECTIVE, through the store. See ``agree``."""
         cycle, state = self._cycle, self._cycle.state
-        state.settle()  # In the communicator that the last attach() made.
         self._drop_communicators()
         manifests = agree(state, model, also, timeout)
         shares = state.settings.amax_sync and state.settings.enabled
@@ -131,16 +145,6 @@ class Attachment:
         cycle.control.tie(manifests)
         cycle.checks.restart()
         cycle.count_from_state()
-
-    def _compare_start(self, model: nn.Module, whole: nn.Module, start: Start | None) -> None:
-        """Compare what the ranks start with. COLLECTIVE. After an error this rank shares no state: the caller may make
-        the ranks equal, and attach again."""
-        try:
-            self._cycle.checker.compare_start(model, whole, start)
-        except BaseException:
-            self._forget_agreement()
-            self._module = None
-            raise
 
     def _forget_agreement(self) -> None:
         """Undo ``_agree``: this rank shares no state until it agrees again. Keeps the state. Local."""

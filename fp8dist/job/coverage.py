@@ -24,6 +24,10 @@ _LISTED = 20
 _GROUPS = 6
 """Number of kinds of modules that the summary names."""
 
+_SAME_NAME = LeftOut(
+    "same name", 'another module has its name, because wrappers call a part "module", too: rename yours'
+)
+
 _LATER = "not prepared"
 _LATER_REASON = "it came after prepare(): call fp8dist.restore(model), then prepare() again"
 
@@ -224,7 +228,7 @@ def survey(model: nn.Module, selection: Selection) -> Survey:
     Raises:
         ConfigurationError: a Linear to convert is already prepared, or sharded by FSDP.
     """
-    facts, found = ModelFacts(model, selection), []
+    facts, found, names = ModelFacts(model, selection), [], set[str]()
     for of in facts:
         parameters = of.parameters
         if parameters is None:
@@ -234,6 +238,8 @@ def survey(model: nn.Module, selection: Selection) -> Survey:
         left_out = why_not(of)
         if left_out is None:
             _require_unsharded(of)
+            left_out = _SAME_NAME if of.fqn in names else None
+            names.add(of.fqn)
         found.append(_Found(of, of.kind, parameters, facts.owner(of.module, of.fqn), left_out))
     return Survey(found, facts.has_fast_path)
 

@@ -25,7 +25,7 @@ from fp8dist.job.manager import ATTRIBUTE, WHOLE, Internals, StateManager, manag
 from fp8dist.parallel.ddp import in_join
 from fp8dist.parallel.torch_internals import require_checkable
 from fp8dist.state.accord import meet
-from fp8dist.state.groups import GroupLike, SyncGroup, world_size
+from fp8dist.state.groups import GroupLike, group_of_this_rank, world_size
 from fp8dist.state.roll_call import enrol
 from fp8dist.state.settings import Policy, report_dir
 from fp8dist.state.slots import clean_fqn
@@ -36,7 +36,7 @@ _INSTEAD = (
 )
 
 LAST_GOOD_STEPS = "_fp8dist_last_good_steps"
-"""Attribute of a checked module that holds the step of its last good check, by kind of what was compared."""
+"""Attribute of a checked module that holds the step of its last good check, by what was compared."""
 
 ALONG_AXES = "_fp8dist_along_axes"
 """Attribute of a checked module that holds what the first comparison along each axis found."""
@@ -126,30 +126,29 @@ def check(
     if LAST_GOOD_STEPS not in module.__dict__:
         module.__dict__[LAST_GOOD_STEPS] = {}
         enrol()  # So that an error can name the host of a missing rank.
-    anchor = SyncGroup(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
+    anchor = group_of_this_rank(dist.group.WORLD if group is None else group)  # type: ignore[arg-type]
     managers = managers_in(module)
     cycles = [Internals(manager).settled() for manager in managers]
     checkers = [cycle.checker for cycle in cycles]
     within = _names_in(module, managers) if len(managers) > 1 else ()  # Their slots may have equal names.
     meet(anchor, "fp8dist.check()")
-    remembered = module.__dict__[LAST_GOOD_STEPS]  # Of a run that may have gone back to an earlier step since.
-    last_good = {kind: at for kind, at in remembered.items() if step is None or at <= step}
+    last_good = module.__dict__[LAST_GOOD_STEPS]
+    for of in [of for of, at in last_good.items() if step is not None and at > step]:
+        del last_good[of]  # The run has gone back to an earlier step since.
     device, vouched = _device_of(module), group is not None
     adopted = next((checker.adopted for checker in checkers if checker.adopted is not None), None)
     if given is not None:
         memory = checkers[0].along if checkers else module.__dict__.setdefault(ALONG_AXES, {})
         adopted = Adopted(given, memory)
     compared = Comparison(
-        anchor, [cycle.verdicts for cycle in cycles], module, scope, device, step or 0, last_good, vouched=vouched,
-        groups=groups, adopted=adopted, within=within,
+        anchor, [cycle.verdicts for cycle in cycles], module, scope, device, step or 0, step, last_good,
+        vouched=vouched, groups=groups, adopted=adopted, within=within,
     )  # fmt: skip
     repairs = checkers[0].repairs if checkers else module.__dict__.setdefault(REPAIRS, Repairs())
     standing = checkers[0].standing if checkers else Standing()  # Without a manager, each check starts anew.
     report = run_check(compared, policy, _INSTEAD, report_dir(), standing, repairs, max_repairs)
     if not compared.enabled:
         checkers[0].warn_of_skipped(report, anchor)
-    if not (report.diverged or report.nonfinite) and step is not None:
-        module.__dict__[LAST_GOOD_STEPS] = {**last_good, **dict.fromkeys(report.compared, step)}
     return report
 
 

@@ -78,7 +78,8 @@ class Recorder:
         every: interval in steps of the watch and of the FP8 numbers. 0: no watch, and no collective.
         resume_after: the step that the run continues from. Numbers of later steps are dropped. "state": that of the FP8
             state that is loaded before the first step, also after ``attach``; the run is a new one if none is loaded.
-            Until the first step the folder stays as it is: events wait for that, or for ``close``.
+            Until the first step the folder stays as it is, and events wait. Without a step, ``close`` writes them if
+            there is no earlier run.
         ranks: also record who held each maximum, and the times of each rank. See ``fp8dist.watch``.
         exporters: get the same numbers, on the writing rank. One that raises is left out from then on.
         precision: what the run computes in, such as "bf16". None: "fp8", or the default dtype of a run without FP8.
@@ -281,7 +282,7 @@ class Recorder:
         """
         if self._files is None:
             return
-        if self._early and (not (self.folder / METRICS).exists() or describe(self._manager)["began_after"]):
+        if self._early and not (self.folder / METRICS).exists():
             self._begin_by_state(1)
         if self._awaits_state:  # No step was recorded: an earlier run stays.
             self._files.close()

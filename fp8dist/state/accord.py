@@ -8,6 +8,7 @@ own behind that the others could take for theirs.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from fp8dist.errors import SyncError
 from fp8dist.state.groups import SyncGroup, identity_of
-from fp8dist.state.roll_call import count_missed_call, failing_by_name, roll_call
+from fp8dist.state.roll_call import failing_by_name, roll_call
 
 _WELL, _TOO_FEW, _VAIN = "well", "too few", "in vain"
 
@@ -47,7 +48,6 @@ class Accord:
         while (at := distributed_c10d.PrefixStore(str(store.add(f"count/{group.rank}", 1)), store)).check(["0"]):
             if at.get("0").decode() != _VAIN:  # Others gave up that call, so this one belongs to a later one.
                 break
-            count_missed_call(group.ranks)
         return at
 
     def _reaching_store(self) -> contextlib.AbstractContextManager[None]:
@@ -77,7 +77,7 @@ class Accord:
             self._store.compare_set(point, "", failure)
         elif self._store.add(f"{point}/{_WELL}", 1) == self._group.size:
             self._store.compare_set(point, "", _WELL)
-        late = None
+        late, since = None, time.time()
         try:
             self._store.wait([point], self._timeout)
         except (dist.DistStoreError, RuntimeError) as error:
@@ -87,7 +87,7 @@ class Accord:
         if outcome == _VAIN:
             raise SyncError(
                 f"rank {self._group.rank}: {self._call} was not reached by all ranks within {seconds}: it is "
-                f"collective. {roll_call(self._group.ranks, where=self._call)}"
+                f"collective. {roll_call(self._group.ranks, where=self._call, since=since)}"
             ) from late
         return None if outcome == _WELL else outcome
 

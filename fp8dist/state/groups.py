@@ -18,12 +18,15 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from fp8dist.common.text import ranks_text
 from fp8dist.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 GroupLike = dist.ProcessGroup | DeviceMesh
+
+_MEMBERS = "Only members prepare and check with a group: give this rank a group of its own"
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -272,6 +275,20 @@ class SyncGroup:
         )
 
 
+def group_of_this_rank(group: GroupLike) -> SyncGroup:
+    """Return the SyncGroup of a group that a caller gives.
+
+    Raises:
+        ConfigurationError: it is none, or this rank is not in it. torch makes a DeviceMesh on all ranks.
+    """
+    made = SyncGroup(group)
+    if made.rank not in made.ranks:
+        raise ConfigurationError(
+            f"rank {made.rank} is not in this DeviceMesh of ranks {ranks_text(made.ranks)}. {_MEMBERS}"
+        )
+    return made
+
+
 def mesh_coordinates(mesh: DeviceMesh) -> dict[str, int] | None:
     """Return this process's place on each axis of a mesh, by the axis's name; None: it is not in the mesh."""
     place = mesh.get_coordinate()
@@ -300,10 +317,7 @@ def _destroy(group: weakref.ref[dist.ProcessGroup], process: int, newest: Sequen
 def _instead(given: object) -> str:
     """Return a hint on what to pass as a group instead."""
     if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
-        return (
-            "The value means that this rank is not in the group that new_group() made. Only members prepare and check "
-            "with a group: give this rank a group of its own"
-        )
+        return f"The value means that this rank is not in the group that new_group() made. {_MEMBERS}"
     if isinstance(given, str):
         return f"Pass dist.group.WORLD, or an axis of a DeviceMesh: mesh[{given!r}]"
     if isinstance(given, Iterable):

@@ -98,15 +98,26 @@ class Attendance:
 
 
 class Roll:
-    """The roll calls of one rank in one group. The n-th call of a rank belongs to the n-th call of every other."""
+    """The roll calls of one rank in one group. The n-th call of a rank belongs to the n-th call of every other, without
+    those that the others have ended before this rank began to wait."""
 
-    def __init__(self, store: Any, rank: int, ranks: Sequence[int], identity: str, where: str = "") -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: Sequence[int],
+        identity: str,
+        where: str = "",
+        since: float = 0,
+        of: str = "",
+    ) -> None:
         """``store``: torch's store, or a similar object. ``ranks``: all ranks of the group. ``identity``: the group's
-        name. ``where``: what this rank waits for."""
+        name. ``where``: what this rank waits for. ``since``: ``time.time()`` when it began to. ``of``: the collective
+        that has failed, to which ranks may come when the call has ended; "": unknown."""
         self.reached = threading.Event()
         self.found: Attendance | None = None
         self._store, self._rank, self._ranks = store, rank, ranks
-        self._group, self._where = f"roll/{identity}", where
+        self._group, self._where, self._since, self._of = f"roll/{identity}", where, since, of
         self._interval = max(0.1, len(ranks) / 20_000)  # At most 20,000 queries per second.
 
     def connect(self) -> None:
@@ -125,11 +136,14 @@ class Roll:
     def _report(self, grace: float) -> tuple[str, bytes]:
         """Return the name of the call, and its verdict."""
         store, rank = self._store, self._rank
-        call = f"{self._group}/{store.add(f'{self._group}/calls/{rank}', 1)}"
+        while self._is_over(call := f"{self._group}/{store.add(f'{self._group}/calls/{rank}', 1)}"):
+            pass
         turn = store.add(f"{call}/came", 1)
         # The store has answered. A rank that can send but not receive counts as missing.
         self.reached.set()
         store.set(f"{call}/present/{rank}", self._where or "unknown")
+        if self._of:
+            store.set(f"{call}/of/{self._of}", "")
         verdict = f"{call}/verdict"
         if store.add(f"{call}/reported", 1) < len(self._ranks):
             deadline = time.monotonic() + grace + TURN * min(turn - 1, TURNS)
@@ -137,7 +151,16 @@ class Roll:
                 if store.check([verdict]):
                     return call, store.get(verdict)
                 time.sleep(self._interval)
-        return call, store.compare_set(verdict, "", json.dumps(self._search(f"{call}/present")))
+        found = {**self._search(f"{call}/present"), "time": time.time()}
+        return call, store.compare_set(verdict, "", json.dumps(found))
+
+    def _is_over(self, call: str) -> bool:
+        """True if other ranks have ended the call before this rank began to wait, and for another collective."""
+        verdict = f"{call}/verdict"
+        if not self._since or not self._store.check([verdict]):
+            return False
+        ended = json.loads(self._store.get(verdict))["time"] < self._since
+        return ended and not (self._of and self._store.check([f"{call}/of/{self._of}"]))
 
     def _linger(self, call: str) -> None:
         """Stay, for LINGER at most, until all ranks that came have read the verdict."""
@@ -174,12 +197,6 @@ class Roll:
         return Attendance(len(self._ranks), missing, found["more"], hosts, word=found.get("word"), apart=apart)
 
 
-def count_missed_call(ranks: Sequence[int]) -> None:
-    """Count a roll call of these ranks that the others have made, and this rank has missed. Local: one store operation.
-    Its next call then belongs to their next one."""
-    _job_store().add(_calls_of(f"roll/{identity_of(sorted(ranks))}/", dist.get_rank()), 1)
-
-
 def enrol() -> None:
     """Store the host of this rank, so that a roll call can name it. Local: one store operation. Never raises."""
     with contextlib.suppress(dist.DistNetworkError):  # The store is gone, as the next call that needs it says.
@@ -208,6 +225,7 @@ def roll_call(
     error: BaseException | None = None,
     where: str = "",
     key: str = "",
+    since: float = 0,
 ) -> Attendance:
     """Find out which ranks are missing after a collective has failed. Local: ranks that do not call it count as
     missing.
@@ -223,12 +241,15 @@ def roll_call(
         error: the error of the collective. If it is not a timeout, others may notice much later.
         where: what this rank waits for. If all ranks report, but wait for different things, the result says so.
         key: names what has failed, the same on all ranks. Calls with another key do not count as earlier ones.
+        since: ``time.time()`` when this rank began to wait. Calls that others have ended before do not count, unless
+            they were of the same failed collective.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Attendance()
     members = range(dist.get_world_size()) if ranks is None else sorted(ranks)
     store = _job_store()
-    roll = Roll(store, dist.get_rank(), members, f"{identity_of(members)}/{key}", where)
+    of = where if error is not None else ""
+    roll = Roll(store, dist.get_rank(), members, f"{identity_of(members)}/{key}", where, since, of)
     found = _in_time(roll, grace.total_seconds())
     if found is None:
         return Attendance(len(members), unreachable=_address(store))
@@ -254,7 +275,7 @@ def failing_by_name(who: str, what: Callable[[], str], ranks: Sequence[int]) -> 
         cause, where = " ".join(f"{type(error).__name__}: {error}".split()), what()
         raise SyncError(
             f"rank {dist.get_rank()}: {who}: {where} with ranks {ranks_text(ranks)} failed after {seconds:.1f} s. "
-            f"{roll_call(ranks, error=error, where=where)} ({cause})"
+            f"{roll_call(ranks, error=error, where=where, since=time.time() - seconds)} ({cause})"
         ) from error
 
 
@@ -295,10 +316,6 @@ def _in_time(roll: Roll, grace: float) -> Attendance | None:
 
 def _job_store() -> Any:
     return distributed_c10d.PrefixStore("fp8dist", distributed_c10d._get_default_store())
-
-
-def _calls_of(group: str, rank: int) -> str:
-    return f"{group}/calls/{rank}"
 
 
 def _host_of(rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -241,6 +242,22 @@ def test_ranks_of_a_mesh_in_any_order_are_named_rightly(odd: int) -> None:
     assert (report.consistent, model.weight.detach().view(-1)[6].item()) == (True, 1.0)
 
 
+@on_ranks(3, timeout=30)
+def test_a_rank_outside_of_a_mesh_is_refused_and_not_waited_for() -> None:
+    mesh, rank = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)), dist.get_rank()
+    net = make_net()
+    text, world = r"rank 2 is not in this DeviceMesh of ranks 0, 1\. Only members", dist.group.WORLD
+    if rank == 2:
+        with pytest.raises(ConfigurationError, match=text):
+            fp8dist.check(net, group=mesh)
+    else:
+        assert fp8dist.check(net, group=mesh).consistent
+    with captured_log(), pytest.raises(DivergenceError, match=text):
+        fp8dist.check(net, group=world, groups={"last.*": mesh})
+    groups = {"last.*": mesh if rank < 2 else None}
+    assert fp8dist.check(net, group=world, groups=groups).compared == {"parameter": 6 if rank < 2 else 4}
+
+
 @on_ranks(2)
 def test_a_pattern_beats_what_ddp_says() -> None:
     model = DistributedDataParallel(make_net())
@@ -296,6 +313,36 @@ def test_a_set_that_only_some_of_its_ranks_fill_is_reported_and_not_waited_for()
         report = manager.check(parameters=False, gradients=True, policy="warn")
     found = [("layout", "DDP", (0, 1), "rank 1: nothing to compare; rank 0: something to compare")]
     assert [(f.kind, f.name, f.ranks, f.detail) for f in report.findings] == found
+
+
+@pytest.mark.parametrize("first", ["ddp", "plain"])
+@on_ranks(4, timeout=30)
+def test_stages_of_a_pipeline_may_hold_other_kinds_of_things(first: str) -> None:
+    """The first stage has no FP8, and perhaps no DDP. Of the second, rank 3 differs, or has no DDP."""
+    pair, rank = _pair(), dist.get_rank()
+    net = nn.Sequential(nn.Linear(16, 16))
+    for parameter in net.parameters():
+        nn.init.ones_(parameter)
+    if rank > 1:
+        manager = fp8dist.prepare(net, HISTORY, group=pair)
+    stage = DistributedDataParallel(net, process_group=pair) if rank > 1 or first == "ddp" else net
+    if rank > 1:
+        manager.attach(stage)
+    report = fp8dist.check(stage)
+    slots = {"slot": 3} if rank > 1 else {}
+    assert report.compared == ({} if stage is net else {"parameter": 2, **slots})
+    assert (report.consistent, report.findings) == (first == "ddp", ())
+    if rank == 3:
+        _nudge(net[0].bias)
+    with captured_log():
+        found = [
+            fp8dist.check(one, policy="warn").findings for one in (stage, copy.deepcopy(net) if rank == 3 else stage)
+        ]
+    assert [[(f.kind, f.name, f.ranks) for f in of] for of in found] == [
+        [("parameter", "0.bias", (2, 3))],
+        [("layout", "layout", (2, 3))],
+    ]
+    same_on_all_ranks(repr(found))
 
 
 @pytest.mark.parametrize(
@@ -432,6 +479,23 @@ def test_the_last_good_step_is_that_of_the_same_kind_of_tensor() -> None:
         seen += [(f.kind, f.ranks, f.step, f.last_good_step) for f in report.findings]
     assert {(ranks, step, good) for _, ranks, step, good in seen} == {((2,), 3, 1)}
     assert {kind for kind, *_ in seen} == {"optimizer", "layout"}
+
+
+@on_ranks(2)
+def test_the_last_good_step_is_that_of_a_check_of_the_same_tensors() -> None:
+    """One that has left out what differs says nothing of it."""
+    model, world = (
+        nn.Sequential(*[nn.Linear(4, 4).requires_grad_(False).bfloat16() for _ in range(2)]),
+        dist.group.WORLD,
+    )
+    for parameter in model.parameters():
+        parameter.fill_(1)
+    fp8dist.check(model, group=world, step=5)
+    model[1].weight.add_(dist.get_rank())
+    fp8dist.check(model, group=world, groups={"1.*": None}, step=10)
+    with captured_log():
+        report = fp8dist.check(model, group=world, step=12, policy="warn")
+    assert [(f.name, f.last_good_step) for f in report.findings] == [("1.weight", 5)]
 
 
 @on_ranks(3)

@@ -367,6 +367,37 @@ def test_replicas_of_shards_are_repaired() -> None:
     assert (report.repaired, bits(model.weight.to_local()) == healthy) == (mended, True)
 
 
+@on_ranks(3, timeout=HANG)
+def test_a_repair_that_some_ranks_ask_for_is_none() -> None:
+    """Nor do only these free what FSDP2 keeps gathered: the next forward would wait for the others."""
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Linear(16, 16), mesh=init_device_mesh("cpu", (3,)), reshard_after_forward=False)
+    plain, x = nn.Linear(4, 4), torch.ones(2, 16)
+    whole = nn.ModuleList([model, nn.parallel.DistributedDataParallel(plain)])
+    for differs in (False, True):
+        with torch.no_grad():
+            model(x)
+        if differs and dist.get_rank() == 1:
+            _scramble(plain.weight, 5)
+        policy: Any = "repair" if dist.get_rank() == 0 else "raise"
+        with captured_log(), pytest.raises(DivergenceError, match=r"layout of rank 0.*\(rank 0: \('repair',\)"):
+            fp8dist.check(whole, policy=policy)
+        model(x)
+
+
+@on_ranks(3, timeout=HANG)
+def test_the_least_limit_of_all_ranks_counts() -> None:
+    """A rank may have another one, or count other checks, as the stages of a pipeline do."""
+    model = nn.parallel.DistributedDataParallel(make_net())
+    limit = 1 if dist.get_rank() == 2 else None
+    _nudge(model.module, "last.bias")
+    with captured_log():
+        assert fp8dist.check(model, policy="repair", max_repairs=limit).repaired
+        _nudge(model.module, "last.bias")
+        with pytest.raises(DivergenceError, match=r"repaired in 1 checks in a row \(max_repairs\)"):
+            fp8dist.check(model, policy="repair", max_repairs=limit)
+
+
 PERSISTS = "the cause persists: "
 
 

@@ -141,6 +141,17 @@ def test_names_that_differ_by_a_part_called_module_alone(tmp_path: Path, capsys:
             fp8dist.exported(manager)
 
 
+def test_slots_that_were_registered_are_no_linears(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    manager = fp8dist.prepare(model)
+    for name, role in (("mine", "input"), ("other", "weight")):
+        manager.register(name, role, "e5m2")
+    manager.attach()
+    torch.save({"model": model.state_dict(), "fp8": manager.state_dict()}, tmp_path / "saved")
+    assert main(["export", str(tmp_path / "saved"), "--out", str(tmp_path / "out")]) == 0
+    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(fp8dist.exported(manager)))
+
+
 def _with_settings(manager: fp8dist.StateManager, settings: object) -> dict[str, bytes]:
     """Return the FP8 state with other settings than the manager's."""
     ((name, data),) = manager.state_dict().items()

@@ -318,6 +318,17 @@ class Counted(nn.Module):
         self.experts = nn.ParameterList([torch.zeros(2, 4, 16, 16), torch.zeros(7)])
 
 
+def test_of_two_linears_with_one_name_the_second_stays_as_it_is() -> None:
+    """Their names differ by a part called "module" alone, which wrappers add, too."""
+    model = nn.ModuleDict({"fc": nn.Linear(32, 32), "module": nn.ModuleDict({"fc": nn.Linear(32, 32)})})
+    manager = fp8dist.prepare(model)
+    for _ in range(2):
+        first, second = manager.coverage()
+        assert (first.fqn, first.fp8, second.fqn, second.fp8) == ("fc", True, "fc", False)
+        assert second.reason.startswith("another module has its name")
+        manager.attach()
+
+
 def test_what_is_no_matmul_weight_is_not_counted() -> None:
     multiplies = "nn.MultiheadAttention multiplies with"
     rows = {row.fqn: (row.kind, row.parameters, row.reason) for row in fp8dist.prepare(Counted()).coverage()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -57,6 +58,21 @@ def test_nothing_is_left_of_attach() -> None:
             call()
     job.manager.detach()  # A second detach does nothing.
     assert state_bits(job.manager) == state
+
+
+@pytest.mark.parametrize("where", ["job.attachment.agree", "checks.checker.check_replicas", "job.attachment.JoinLink"])
+@on_ranks(2)
+def test_an_attach_that_ends_early_leaves_the_manager_detached(where: str) -> None:
+    """Ctrl-C comes while an attached manager is attached again, and has no hooks any more."""
+    job = _job("next_step")
+    job.step(0)
+    with mock.patch(f"fp8dist.{where}", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        job.manager.attach(job.called, optimizer=job.optimizer)
+    with pytest.raises(ConfigurationError, match=r"a step after detach\(\)"):
+        job.manager.step()
+    job.manager.attach(job.called, optimizer=job.optimizer)
+    job.step(1)
+    assert job.manager.steps == 2
 
 
 @on_ranks(2)

@@ -85,11 +85,14 @@ def test_a_rank_that_does_not_call_a_check_is_named(policy: str, late: bool) -> 
 
 
 @on_ranks(2)
-def test_a_check_whose_store_is_gone_says_so() -> None:
+def test_a_store_that_is_gone_is_named() -> None:
     gone = mock.patch.object(dist.PrefixStore, "add", side_effect=dist.DistNetworkError("Connection was closed"))
-    text = r"^rank \d: fp8dist\.check\(\): the meeting with ranks 0, 1 failed .* job's store on FileStore cannot be"
-    with gone, pytest.raises(SyncError, match=text):
-        fp8dist.check(nn.Linear(16, 16), group=dist.group.WORLD)
+    text = r"^rank \d: %s with ranks 0, 1 failed .* job's store on FileStore cannot be"
+    net, world = nn.Linear(16, 16), dist.group.WORLD
+    with gone, pytest.raises(SyncError, match=text % r"fp8dist\.check\(\): the meeting"):
+        fp8dist.check(net, group=world)
+    with gone, pytest.raises(SyncError, match=text % r"StateManager of Linear: attach\(\)"):
+        fp8dist.prepare(net, group=world).attach()
 
 
 def test_an_error_of_this_rank_says_nothing_of_others() -> None:
