@@ -424,8 +424,7 @@ class Inventory:
         """Add the tensors and numbers of an optimizer's state, and its float32 copies of parameters. They have the
         homes of their parameters."""
         self._replication.learn(module)
-        # By name, because importing torch.distributed.optim emits a warning.
-        is_zero = has_base(optimizer, "ZeroRedundancyOptimizer")
+        states, is_zero = states_of(optimizer)
         zero = Excuse("of a ZeroRedundancyOptimizer: each rank has its own") if is_zero else None
         for g, group in enumerate(optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
@@ -435,7 +434,7 @@ class Inventory:
                 counting = homes if zero is not None else self._replication.of_count(parameter)
                 if id(parameter) in self._replication.masters:
                     self._add(name, "optimizer", parameter, homes, ".main_param")
-                for key, value, store in values_in(optimizer.state.get(parameter)):
+                for key, value, store in values_in(states.get(parameter)):
                     if isinstance(value, (bool, int, float)):
                         value = torch.tensor(value, dtype=torch.float64, device="cpu")
                     if isinstance(value, Tensor):
@@ -555,10 +554,18 @@ def _numbers_of(module: nn.Module, scope: Scope) -> Iterator[tuple[str, Tensor, 
                 yield clean_fqn(name), buffer, False
     names = {id(one): name for name, one in parameters}
     for optimizer in scope.optimizers:
-        for parameter, state in optimizer.state.items():
+        for parameter, state in states_of(optimizer)[0].items():
             for key, value, _ in values_in(state):
                 if isinstance(value, Tensor):
                     yield f"{names.get(id(parameter), 'optimizer')}.{key}", value, False
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> tuple[Mapping[Tensor, Any], bool]:
+    """Return what an optimizer holds for each parameter, and True if it is a ZeroRedundancyOptimizer, whose states are
+    in the optimizer inside: its own mapping is empty until a checkpoint is loaded."""
+    # By name, because importing torch.distributed.optim emits a warning.
+    is_zero = has_base(optimizer, "ZeroRedundancyOptimizer")
+    return getattr(optimizer, "optim", optimizer).state if is_zero else optimizer.state, is_zero
 
 
 def values_in(state: Any, within: str = "") -> Iterator[tuple[str, Any, Store]]:
