@@ -26,7 +26,7 @@ from fp8dist.checks.contents import ArenaContent, Content, Digester, Field, Key,
 from fp8dist.checks.differences import ravel
 from fp8dist.checks.finite import not_finite
 from fp8dist.checks.likeness import likeness
-from fp8dist.checks.replication import Excuse, Home, Membership, Replication, late_for_ddp
+from fp8dist.checks.replication import Excuse, Home, Membership, Replication, late_for_ddp, named_parameters
 from fp8dist.checks.report import DivergenceReport, Sender, this_rank
 from fp8dist.common.divergence import COHERENCE, Finding
 from fp8dist.common.text import plural
@@ -390,10 +390,11 @@ class Inventory:
         if self._replication.adopted is not None and not self._still_pending:
             self._replication.adopted.require_copies(_all_names(module))
         found = False
-        trainable = any(parameter.requires_grad for parameter in module.parameters())
-        if trainable and not all(parameter.requires_grad for parameter in module.parameters()):
+        everything = [parameter for _, parameter in named_parameters(module)]
+        trainable = any(parameter.requires_grad for parameter in everything)
+        if trainable and not all(parameter.requires_grad for parameter in everything):
             self._noun = "trainable parameters"
-        for parameter in map(self._replication.stored, module.parameters()):
+        for parameter in map(self._replication.stored, everything):
             name = self._replication.names[id(parameter)]
             counts = parameter.requires_grad or not trainable
             if parameters:
@@ -543,7 +544,7 @@ def _numbers_of(module: nn.Module, scope: Scope) -> Iterator[tuple[str, Tensor, 
     Infinities are allowed in buffers (masks), in optimizer state (bounds), and in frozen parameters beside trainable
     ones.
     """
-    named, shards = module.named_parameters(), fsdp2_shards(module)
+    named, shards = named_parameters(module), fsdp2_shards(module)
     parameters = [(clean_fqn(name), shards.get(id(one), one)) for name, one in named if not is_lazy(one)]
     trainable = any(one.requires_grad for _, one in parameters)
     for name, one in parameters:
