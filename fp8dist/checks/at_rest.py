@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8dist.checks.contents import Digester, NamedTensor, TensorContent
-from fp8dist.checks.inventory import plain_tensors, values_in
+from fp8dist.checks.inventory import plain_tensors, states_of, values_in
 from fp8dist.common.text import first_few
-from fp8dist.state.groups import has_base, local_part, own_rank
+from fp8dist.state.groups import local_part, own_rank
 from fp8dist.state.slots import clean_fqn
 
 logger = logging.getLogger("fp8dist")
@@ -132,8 +132,7 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of all parameters and tensors of state of an optimizer. For ``others`` see ``after``."""
     names = {id(parameter): clean_fqn(name) for name, parameter in module.named_parameters()}
-    is_zero = has_base(optimizer, "ZeroRedundancyOptimizer")  # Its state is that of the optimizer inside.
-    states = optimizer.optim.state if is_zero else optimizer.state  # type: ignore[attr-defined]
+    states, _ = states_of(optimizer)
     for g, group in enumerate(optimizer.param_groups):
         for p, parameter in enumerate(group["params"]):
             name = names.pop(id(parameter), f"group{g}.{p}")

@@ -143,8 +143,7 @@ class Checker:
             manifest = str(int(default.arena.words[WORD_MANIFEST])) if default.communicates else ""
             compared = Comparison(
                 anchor, [self._verdicts], module, scope, default.arena.device, step, done, self._last_good,
-                manifest=manifest,
-                adopted=self.adopted,
+                manifest=manifest, adopted=self.adopted,
             )  # fmt: skip
             most = self.state.settings.max_repairs if max_repairs is None else max_repairs
             report_dir = self.state.settings.report_dir

@@ -36,7 +36,7 @@ from fp8dist.checks.contents import (
 from fp8dist.checks.differences import ravel
 from fp8dist.checks.finite import not_finite
 from fp8dist.checks.likeness import likeness
-from fp8dist.checks.replication import Excuse, Home, Membership, Replication, late_for_ddp
+from fp8dist.checks.replication import Excuse, Home, Membership, Replication, late_for_ddp, named_parameters
 from fp8dist.checks.report import DivergenceReport, Sender, this_rank
 from fp8dist.common.divergence import COHERENCE, Finding
 from fp8dist.common.text import plural
@@ -416,10 +416,11 @@ class Inventory:
         if self._replication.adopted is not None and not self._still_pending:
             self._replication.adopted.require_copies(_all_names(module))
         found = False
-        trainable = any(parameter.requires_grad for parameter in module.parameters())
-        if trainable and not all(parameter.requires_grad for parameter in module.parameters()):
+        everything = [parameter for _, parameter in named_parameters(module)]
+        trainable = any(parameter.requires_grad for parameter in everything)
+        if trainable and not all(parameter.requires_grad for parameter in everything):
             self._noun = "trainable parameters"
-        for parameter in map(self._replication.stored, module.parameters()):
+        for parameter in map(self._replication.stored, everything):
             name = self._replication.names[id(parameter)]
             counts = parameter.requires_grad or not trainable
             if parameters:
@@ -450,8 +451,7 @@ class Inventory:
         """Add the tensors and numbers of an optimizer's state, and its float32 copies of parameters. They have the
         homes of their parameters."""
         self._replication.learn(module)
-        # By name, because importing torch.distributed.optim emits a warning.
-        is_zero = has_base(optimizer, "ZeroRedundancyOptimizer")
+        states, is_zero = states_of(optimizer)
         zero = Excuse("of a ZeroRedundancyOptimizer: each rank has its own") if is_zero else None
         for g, group in enumerate(optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
@@ -461,7 +461,7 @@ class Inventory:
                 counting = homes if zero is not None else self._replication.of_count(parameter)
                 if id(parameter) in self._replication.masters:
                     self._add(name, "optimizer", parameter, homes, ".main_param")
-                for key, value, store in values_in(optimizer.state.get(parameter)):
+                for key, value, store in values_in(states.get(parameter)):
                     if isinstance(value, (bool, int, float)):
                         value = torch.tensor(value, dtype=torch.float64, device="cpu")
                     if isinstance(value, Tensor):
@@ -570,7 +570,7 @@ def _numbers_of(module: nn.Module, scope: Scope) -> Iterator[tuple[str, Tensor, 
     Infinities are allowed in buffers (masks), in optimizer state (bounds), and in frozen parameters beside trainable
     ones.
     """
-    named, shards = module.named_parameters(), fsdp2_shards(module)
+    named, shards = named_parameters(module), fsdp2_shards(module)
     parameters = [(clean_fqn(name), shards.get(id(one), one)) for name, one in named if not is_lazy(one)]
     trainable = any(one.requires_grad for _, one in parameters)
     for name, one in parameters:
@@ -581,10 +581,18 @@ def _numbers_of(module: nn.Module, scope: Scope) -> Iterator[tuple[str, Tensor, 
                 yield clean_fqn(name), buffer, False
     names = {id(one): name for name, one in parameters}
     for optimizer in scope.optimizers:
-        for parameter, state in optimizer.state.items():
+        for parameter, state in states_of(optimizer)[0].items():
             for key, value, _ in values_in(state):
                 if isinstance(value, Tensor):
                     yield f"{names.get(id(parameter), 'optimizer')}.{key}", value, False
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> tuple[Mapping[Tensor, Any], bool]:
+    """Return what an optimizer holds for each parameter, and True if it is a ZeroRedundancyOptimizer, whose states are
+    in the optimizer inside: its own mapping is empty until a checkpoint is loaded."""
+    # By name, because importing torch.distributed.optim emits a warning.
+    is_zero = has_base(optimizer, "ZeroRedundancyOptimizer")
+    return getattr(optimizer, "optim", optimizer).state if is_zero else optimizer.state, is_zero
 
 
 def values_in(state: Any, within: str = "") -> Iterator[tuple[str, Any, Store]]:

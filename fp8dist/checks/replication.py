@@ -43,7 +43,15 @@ from fp8dist.parallel.torch_internals import (
     fsdp2_shards,
     reduced_by_ddp,
 )
-from fp8dist.state.groups import GroupLike, SyncGroup, group_of_this_rank, has_base, is_dtensor, mesh_coordinates
+from fp8dist.state.groups import (
+    GroupLike,
+    SyncGroup,
+    group_of_this_rank,
+    has_base,
+    is_dtensor,
+    local_part,
+    mesh_coordinates,
+)
 from fp8dist.state.slots import clean_fqn
 
 if TYPE_CHECKING:
@@ -242,7 +250,7 @@ class Replication:
         sharded, wrapping, zero = _fsdp1_parameters(everything), _ddp_of(everything), zero_groups(everything)
         copies, cut = self._learn_megatron(module), fsdp2_shard_groups(everything)
         self._shards = fsdp2_shards(everything)
-        for name, parameter in _clean_names([(name, self.stored(one)) for name, one in module.named_parameters()]):
+        for name, parameter in _clean_names([(name, self.stored(one)) for name, one in named_parameters(module)]):
             self._kept.append(parameter)
             self.names[id(parameter)] = name
             home = self._named(name)
@@ -455,10 +463,29 @@ def _ddp_of(module: nn.Module) -> dict[int, tuple[DistributedDataParallel, bool]
         (id(tensor), (ddp, name in ddp.parameters_to_ignore))
         for ddp in module.modules()
         if isinstance(ddp, DistributedDataParallel)
-        for name, tensor in chain(ddp.module.named_parameters(), ddp.module.named_buffers())
+        for name, tensor in chain(ddp.module.named_parameters(), ddp.module.named_buffers(), _behind_dtensors(ddp))
     ]
     # Later entries replace earlier ones: those that ignore come first.
     return dict(sorted(seen, key=lambda one: -one[1][1]))
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name, parameter) of a module, as it does itself, then those that its DDP modules train behind DTensors."""
+    yield from module.named_parameters()
+    for prefix, ddp in module.named_modules():
+        if isinstance(ddp, DistributedDataParallel):
+            yield from ((f"{prefix}.module.{name}".lstrip("."), one) for name, one in _behind_dtensors(ddp))
+
+
+def _behind_dtensors(ddp: DistributedDataParallel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name, parameter) of what a DDP module trains and its modules do not have any more: with ``device_mesh=``
+    and tensor parallelism, the first forward replaces such parameters by DTensors on the same memory."""
+    held = {id(parameter) for parameter in ddp.parameters()}
+    gone = {one.data_ptr(): one for key, one in reduced_by_ddp(ddp).items() if key not in held and one.numel()}
+    for prefix, part in ddp.module.named_modules() if gone else ():
+        for name, value in vars(part).items():
+            if is_dtensor(value) and (one := gone.pop(local_part(value).data_ptr(), None)) is not None:
+                yield f"{prefix}.{name}".lstrip("."), one
 
 
 def ddp_parameters(module: nn.Module) -> dict[int, DistributedDataParallel]:

@@ -94,6 +94,8 @@ class Standing:
             gone = [f for f in gone if f not in left_out and not (left_out and f.name == MORE)]
         for f in gone:
             del self._first[_identity(f)]
+        # On other ranks than before it is another finding, and the thing still differs.
+        gone = [f for f in gone if not any(_is_about_one_thing(f, other) for other in report.findings)]
         # ``kinds`` come from what this rank has compared. A rank that does not hold a thing may not know that it was
         # compared, so the lowest rank that holds it logs.
         lines = [
@@ -136,6 +138,11 @@ def kinds_of(compared: Collection[str]) -> set[str]:
 
 def _identity(f: Finding) -> _Identity:
     return f.kind, f.name, f.ranks
+
+
+def _is_about_one_thing(a: Finding, b: Finding) -> bool:
+    """True if both are about the same thing on ranks that hold it alike. Other ranks may call another thing so."""
+    return (a.kind, a.name) == (b.kind, b.name) and any(_is_held_by(a, rank) for side in b.sides for rank in side)
 
 
 def _is_held_by(f: Finding, rank: int) -> bool:

@@ -43,7 +43,7 @@ class CompilationWatch:
         from torch._dynamo.callback import callback_handler
 
         self._handler = callback_handler
-        self._callback = callback_handler.register_start_callback(weakly(owner.compilation_begins))
+        self._callback = callback_handler.register_start_callback(untraced(weakly(owner.compilation_begins)))
         weakref.finalize(owner, self.remove)
 
     def remove(self) -> None:

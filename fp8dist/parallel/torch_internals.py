@@ -424,9 +424,9 @@ def _missing_ignored(wrapper: nn.Module) -> str | None:
 # DDP ---------------------------------------------------------------------------------------------
 
 
-def reduced_by_ddp(wrapper: Any) -> set[int]:
-    """Return the ids of the parameters that a DDP module knows, since it was made. Empty: not known."""
-    return {id(parameter) for parameter in getattr(wrapper, "_module_parameters", ())}
+def reduced_by_ddp(wrapper: Any) -> dict[int, nn.Parameter]:
+    """Return the parameters that a DDP module knows, since it was made, by their ids. Empty: not known."""
+    return {id(parameter): parameter for parameter in getattr(wrapper, "_module_parameters", ())}
 
 
 def require_known_ddp(wrapper: Any, what: str, instead: str) -> None:

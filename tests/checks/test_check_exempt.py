@@ -117,6 +117,9 @@ def test_the_state_of_a_zero_redundancy_optimizer_is_not_compared() -> None:
     for step in range(2):
         job.step(step)
     optimizer, saved = job.optimizer, [None]
+    report = fp8dist.check(job.called, optimizer=optimizer, policy="warn")
+    assert "of a ZeroRedundancyOptimizer" in report.unverified["optimizer"]
+    assert not report.consistent
     optimizer.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
         saved = [optimizer.state_dict()]

@@ -508,6 +508,26 @@ def test_what_the_sync_of_one_of_several_models_has_found_is_named_as_what_a_che
     assert texts == ([] if dist.get_rank() else [table, f"fp8dist: equal again: {scale}", table])
 
 
+def test_what_differs_on_other_ranks_is_not_equal_again() -> None:
+    """Of three ranks rank 1 differs, then rank 2, then none. Ranks 3 and 4 hold another tensor of that name."""
+    one, two = (Finding(odd, "parameter", "a", (odd,), 0, sides=((0, 3 - odd), (odd,))) for odd in (1, 2))
+    other = Finding(1, "parameter", "a", (4,), 3, sides=((3,), (4,)))
+    standing = Standing()
+    texts = []
+    for findings in ((one, other), (two,), ()):
+        report = DivergenceReport(findings)
+        for rank in (3, 0):
+            of_rank = copy.deepcopy(standing) if rank else standing
+            texts += of_rank.gone(report, {"parameter"}, rank)
+        texts += standing.texts(report) if findings else []
+    assert [text.split("\n")[0] for text in texts] == [
+        "parameters differ between ranks",
+        "fp8dist: equal again: parameter 'a' on rank 4, different since step 1",
+        "parameters differ between ranks",
+        "fp8dist: equal again: parameter 'a' on rank 2, different since step 2",
+    ]
+
+
 def test_what_is_over_is_over_on_all_ranks() -> None:
     """Ranks 1 and 2 hold "b", and find it equal again. Rank 0, which holds only "a", logs the next report."""
     b, a = (Finding(1, "parameter", name, ranks, None, sides=(ranks[:1], ranks[1:])) for name, ranks in OF_RANKS)

@@ -23,7 +23,7 @@ from fp8dist import DelayedScaling
 from fp8dist.errors import ConfigurationError, DivergenceError
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
-from tests.support.parallel import Block, same_on_all_ranks
+from tests.support.parallel import Block, mesh_of, same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.suite import NIGHTLY
 from tests.support.training import SmallJob, batch, make_net, unwrapped
@@ -623,3 +623,20 @@ def _hybrid_fsdp1(seeds: str) -> Any:
 def test_copies_of_fsdp1_shards_are_compared(four_ranks: RankPool) -> None:
     assert four_ranks.run(_hybrid_fsdp1, "all") == [([("parameter", (1, 3))], 1)] * 4
     assert four_ranks.run(_hybrid_fsdp1, "copy") == [["parameter"]] * 4
+
+
+@on_ranks(2)
+def test_what_ddp_trains_behind_dtensors_is_compared_after_a_forward_too() -> None:
+    """Given a mesh, DDP replaces the parameters of tensor parallelism in the first forward."""
+    mesh, model = mesh_of((2, 1), ("dp", "tp")), nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32))
+    parallelize_module(model, mesh["tp"], {"1": ColwiseParallel()})
+    ddp = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    weight = model[1].weight
+    ddp(torch.ones(4, 16)).sum().backward()
+    assert "weight" not in model[1]._parameters, "else nothing is tried"
+    report = fp8dist.check(ddp, gradients=True)
+    assert dict(report.compared) == {"gradient": 4, "parameter": 4}
+    weight.data[2, 3] += 1 + dist.get_rank()
+    with captured_log():
+        report = fp8dist.check(ddp, policy="warn")
+    assert [(f.name, f.ranks, f.index) for f in report.findings] == [("1.weight", (0, 1), (2, 3))]

@@ -175,6 +175,32 @@ def test_compiled_in_one_graph_it_trains_as_in_eager_mode(name: str) -> None:
     assert train(case, "aot_eager") == train(replace(case, run=plain))
 
 
+@pytest.mark.slow
+def test_a_compiled_function_that_calls_backward_trains_as_in_eager_mode() -> None:
+    """torch compiles the backward inside it, and tells listeners under a lock: none may be compiled itself."""
+
+    def losses(compiler: str | None) -> Any:
+        model = Block()
+        manager = fp8dist.prepare(model, NEXT)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        manager.attach(model, optimizer=optimizer)
+
+        def backward(x: Tensor) -> Tensor:
+            loss = model(x).square().sum() / 1000
+            loss.backward()
+            return loss.detach()
+
+        run = torch.compile(backward, backend=compiler) if compiler else backward
+        found = []
+        for step in range(3):
+            found.append(bits(run(inputs(35, 32, seed=step))))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found, state_bits(manager), parameter_bits(model)
+
+    assert losses("aot_eager") == losses(None)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.long
