@@ -263,6 +263,8 @@ def test_what_is_frozen_or_hooked_is_no_probe_between_a_forward_and_its_backward
         _replayed(model)
     loss.backward()
     assert len(calls) == len(hooked) > 1
+    small[-1].register_hook(lambda _gradient: None)
+    assert _replayed(model).reproducible  # Without a probe.
 
 
 class _Changing(nn.Module):
