@@ -399,6 +399,9 @@ def test_folders_that_are_there_stay(tmp_path: Path, monkeypatch: pytest.MonkeyP
     out.unlink()
     (tmp_path / "link").symlink_to(out)
     (tmp_path / "a" / "b").mkdir(parents=True)  # Empty.
+    left = tmp_path / f"out.partial.{os.getpid()}"  # By a process of this id that was killed.
+    left.mkdir()
+    (left / "model-00001-of-00001.safetensors").touch()
     fp8dist.export(manager, os.fsencode(tmp_path / "link"))
     fp8dist.export(manager, tmp_path / "a" / "b")
     written = [{path.name: path.read_bytes() for path in each.iterdir()} for each in (out, tmp_path / "a" / "b")]
