@@ -71,11 +71,9 @@ def grid_of(linear: FP8Linear, stored: Stored) -> Grid:
     Under tensor parallelism, each rank may have cast its part of the weight with a scale of its own.
 
     Raises:
-        ConfigurationError: the weight is empty, or tensor parallelism cuts rows that have one scale each.
+        ConfigurationError: tensor parallelism cuts rows that have one scale each.
     """
     recipe, shape = linear.fp8_slots.recipe, stored.value.shape
-    if not shape.numel():
-        raise ConfigurationError(f"{stored.name} {tuple(shape)} has no elements to cast: name its module in skip=")
     grid = grid_by(recipe, shape)
     for dim, ranks in _cuts(stored):
         if dim == 1 and (recipe.by == "row" or (recipe.by == "mx" and blocks_along(shape[1], ranks) % MX_BLOCK)):

@@ -90,6 +90,8 @@ class Folder:
                 raise ConfigurationError(f"{self._partial} exists and is not of an export: move it away")
             # Probably left by an export that was killed. One that lives must lose the folder, not files in it.
             self._old = self._partial.with_name(f"{self._partial.name}.{os.getpid()}")
+            if self._old.exists():  # In containers, a process that was killed had this id, too.
+                shutil.rmtree(self._old, ignore_errors=True)
             self._partial.rename(self._old)
             shutil.rmtree(self._old, ignore_errors=True)
         self._partial.mkdir(parents=True)

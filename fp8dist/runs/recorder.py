@@ -358,6 +358,9 @@ class Recorder:
         does: the step would begin the run, and drop the lines of the one that is resumed."""
         checked = None if self._manager is None else self._manager.verified.last_check
         if checked is not None and not self._awaits_state:
+            if self._manager.run_step < min(self._logged_at, self._last_step):  # Loaded since, which makes ranks equal.
+                self._go_back(self._manager.run_step + 1)
+                self._last_step, self._last_log = self._manager.run_step, math.nan
             self.event("checked", checked.step, **checked.fields())
 
     # Writing -----------------------------------------------------------------------------------------

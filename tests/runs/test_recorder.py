@@ -642,6 +642,28 @@ def test_steps_that_repeat_or_go_back_are_said_once(
     assert [e["resumed_after"] for e in read(tmp_path, "events") if e["kind"] == "start"] == [None, *undone]
 
 
+@on_ranks(2)
+def test_a_check_after_a_load_begins_anew(tmp_path: Path) -> None:
+    """A program that goes back in a run loads, and may check before it logs: what it had saved was not compared."""
+    job = Job(tmp_path, wrap=DistributedDataParallel)
+    with captured_log() as log, job.recorder as recorder:
+        for step in range(1, 6):
+            job.step(step)
+            recorder.log(step)
+            if step == 3:
+                recorder.event("saved", step, path="here")
+                state = job.manager.state_dict()
+        job.manager.load_state_dict(state)
+        job.manager.check()
+        job.step(4)
+        recorder.log(4)
+    assert ["given step 4 after step 5" in text for _, text in log] == [True] * (dist.get_rank() == 0)
+    dist.barrier()
+    assert [(event["kind"], event["step"]) for event in read(tmp_path, "events")] == [
+        *(("start", 0), ("saved", 3), ("start", 3), ("checked", 3), ("end", 4))
+    ]
+
+
 def test_steps_that_run_ahead_of_the_optimizer_are_said_once(tmp_path: Path) -> None:
     """A loop may log before the optimizer's step. Steps that a GradScaler skips move it further ahead."""
     for ahead in (0, 1, 2):
