@@ -31,7 +31,6 @@ from fp8dist.checks.contents import (
     NamedTensor,
     TensorContent,
     values_near,
-    word_of,
 )
 from fp8dist.checks.differences import ravel
 from fp8dist.checks.finite import not_finite
@@ -178,12 +177,13 @@ class Holdings:
 
     @property
     def scopes(self) -> dict[str, tuple[str, int]]:
-        """By kind of what is compared, a key that only checks of the same things have: another may have left out what
-        differs."""
-        names: dict[str, list[str]] = {}
-        for name, kind in sorted(self.things):
-            names.setdefault(kind, []).append(name)
-        return {kind: (kind, word_of(tuple(of))) for kind, of in names.items()}
+        """By kind of what is compared, a key that only checks of the same things between the same ranks have: another
+        may have left out what differs, or who."""
+        parts: dict[str, set[tuple[str, str]]] = {}
+        for held in self.all_sets:
+            for name, kind, *_ in held.keys:
+                parts.setdefault(kind, set()).add((held.group.identity, name))
+        return {kind: (kind, hash(frozenset(of))) for kind, of in parts.items()}
 
     @property
     def compared_bytes(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from fp8dist.errors import SyncError
 from fp8dist.state.groups import SyncGroup, identity_of
-from fp8dist.state.roll_call import failing_by_name, roll_call
+from fp8dist.state.roll_call import failing_by_name, pass_over_calls, roll_call
 
 _WELL, _TOO_FEW, _VAIN = "well", "too few", "in vain"
 
@@ -48,6 +48,7 @@ class Accord:
         while (at := distributed_c10d.PrefixStore(str(store.add(f"count/{group.rank}", 1)), store)).check(["0"]):
             if at.get("0").decode() != _VAIN:  # Others gave up that call, so this one belongs to a later one.
                 break
+            pass_over_calls(group.ranks)
         return at
 
     def _reaching_store(self) -> contextlib.AbstractContextManager[None]:

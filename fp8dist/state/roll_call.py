@@ -154,6 +154,12 @@ class Roll:
         found = {**self._search(f"{call}/present"), "time": time.time()}
         return call, store.compare_set(verdict, "", json.dumps(found))
 
+    def pass_over(self) -> None:
+        """Count the calls that have ended as earlier ones of this rank, whatever its clock says."""
+        store, calls = self._store, f"{self._group}/calls/{self._rank}"
+        while store.check([f"{self._group}/{store.add(calls, 0) + 1}/verdict"]):
+            store.add(calls, 1)
+
     def _is_over(self, call: str) -> bool:
         """True if other ranks have ended the call before this rank began to wait, and for another collective."""
         verdict = f"{call}/verdict"
@@ -195,6 +201,12 @@ class Roll:
         hosts = tuple((rank, host) for rank, host in found["hosts"])
         apart = tuple((place, tuple(ranks)) for place, ranks in found.get("apart", ()))
         return Attendance(len(self._ranks), missing, found["more"], hosts, word=found.get("word"), apart=apart)
+
+
+def pass_over_calls(ranks: Sequence[int]) -> None:
+    """Count the roll calls of these ranks that have ended as earlier ones of this rank, which has missed a call of
+    theirs and begins another: clocks of hosts may differ. Local: two store operations for each, and two more."""
+    Roll(_job_store(), dist.get_rank(), ranks, f"{identity_of(sorted(ranks))}/").pass_over()
 
 
 def enrol() -> None:

@@ -481,9 +481,9 @@ def test_the_last_good_step_is_that_of_the_same_kind_of_tensor() -> None:
     assert {kind for kind, *_ in seen} == {"optimizer", "layout"}
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_the_last_good_step_is_that_of_a_check_of_the_same_tensors() -> None:
-    """One that has left out what differs says nothing of it."""
+    """One that has left out what differs, or who, says nothing of it."""
     model, world = (
         nn.Sequential(*[nn.Linear(4, 4).requires_grad_(False).bfloat16() for _ in range(2)]),
         dist.group.WORLD,
@@ -491,8 +491,9 @@ def test_the_last_good_step_is_that_of_a_check_of_the_same_tensors() -> None:
     for parameter in model.parameters():
         parameter.fill_(1)
     fp8dist.check(model, group=world, step=5)
-    model[1].weight.add_(dist.get_rank())
+    model[1].weight.add_(dist.get_rank() // 2)
     fp8dist.check(model, group=world, groups={"1.*": None}, step=10)
+    fp8dist.check(model, group=_pair(), step=11)
     with captured_log():
         report = fp8dist.check(model, group=world, step=12, policy="warn")
     assert [(f.name, f.last_good_step) for f in report.findings] == [("1.weight", 5)]
