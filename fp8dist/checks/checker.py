@@ -191,7 +191,7 @@ class Checker:
             report = compared.report
             if policy is not None and self.adopted is None and not report.findings:
                 everywhere = "parameter" not in {*report.partial, *report.unverified}
-                if not everywhere or compared.holdings.memberships:
+                if not everywhere or compared.further:
                     # Not all parameters are compared over all ranks: list those that an axis could be named for.
                     listing = Adopted(Axes({"all": anchor.process_group}), {}, log_equal)
                     self._inventory_at_start(anchor, whole, listing)[0].adopt(whole)

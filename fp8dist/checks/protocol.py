@@ -56,7 +56,7 @@ class Compared(NamedTuple):
     ``holdings``: what this rank brought; empty if it could not build its part. ``differing``: of each set, the things
     that differ, for a repair. ``nothing``: True if there are several ranks, none has anything to compare with another,
     and no difference is known; the same on all ranks. ``nonfinite_rank``: the lowest rank that holds NaN or infinity;
-    None: there is none.
+    None: there is none. ``further``: True if some rank has sets beside the anchor's; the same on all ranks.
     """
 
     report: DivergenceReport
@@ -64,6 +64,7 @@ class Compared(NamedTuple):
     differing: list[tuple[ReplicaSet, list[Differing]]]
     nothing: bool = False
     nonfinite_rank: int | None = None
+    further: bool = False
 
 
 def check_replicas(
@@ -134,7 +135,7 @@ def check_replicas(
         findings += found
         anything |= computed
     nothing = anchor.size > 1 and not (findings or anything)
-    return Compared(_report(mine, findings), mine, differing, nothing, nonfinite_rank)
+    return Compared(_report(mine, findings), mine, differing, nothing, nonfinite_rank, shares)
 
 
 def _check_further_sets(

@@ -206,3 +206,17 @@ def test_all_ranks_compare_though_each_module_has_a_pattern() -> None:
     with captured_log(), pytest.raises(DivergenceError) as caught:
         manager.attach()
     assert [f.name for f in caught.value.report.findings] == ["last.bias"]
+
+
+@on_ranks(4, timeout=30)
+def test_some_ranks_have_a_part_that_the_others_do_not_have() -> None:
+    """Its ranks alone compare it. All ranks go through the same collectives, also where nothing else is left out."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    whole, rank = nn.Module(), dist.get_rank()
+    manager = fp8dist.prepare(net := make_net(), group=dist.group.WORLD)
+    whole.net = nn.parallel.DistributedDataParallel(net)
+    if rank < 2:
+        whole.judge = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), process_group=halves[0])
+    manager.attach(whole, optimizer=torch.optim.SGD(whole.parameters(), lr=0.1))
+    report = manager.check()
+    assert (report.consistent, report.compared["parameter"]) == (True, 8 if rank < 2 else 6)
