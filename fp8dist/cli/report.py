@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 from fp8dist.errors import ConfigurationError
 from fp8dist.runs.report.numbers import read_run
 from fp8dist.runs.report.parting import Digests, part
+from fp8dist.state.storage import write_file
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -54,15 +54,10 @@ def report(options: argparse.Namespace) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    real = Path(os.path.realpath(path))  # A link stays one.
-    new = real.parent / f"{real.name}.{os.getpid()}.new"
+    is_device = os.path.exists(path) and not os.path.isfile(path)
+    target = path if is_device else Path(os.path.realpath(path))  # A link stays one.
     try:
-        if os.path.exists(path) and not os.path.isfile(path):  # Such as /dev/stdout: no file may take its place.
-            path.write_text(text, encoding="utf-8", errors="replace")
-        else:
-            new.write_text(text, encoding="utf-8", errors="replace")
-            new.replace(real)
+        target.parent.stat()  # A folder that is missing is a mistake.
+        write_file(target, text.encode("utf-8", errors="replace"))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink()
         raise ConfigurationError(f"{path} cannot be written: {error.strerror}") from None
