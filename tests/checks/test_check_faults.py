@@ -314,7 +314,7 @@ def test_a_default_device_does_not_matter() -> None:
             checked = manager.check(policy="warn")
             everything = fp8dist.check(model, group=dist.group.WORLD, policy="repair")
     finally:
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)
     slot = ("scale", "a:input")
     assert [(f.kind, f.name) for f in checked.findings] == [slot]
     assert [(f.kind, f.name) for f in everything.findings] == [slot, ("parameter", "weight")]
