@@ -79,7 +79,9 @@ def printed(capsys: Capture, code: int, *words: str) -> str:
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")
 
 
-def test_a_terminal_without_utf8_gets_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_utf8_and_without_stderr_the_verdict_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = [write({"wäight": torch.full((3,), float(n))}, tmp_path / f"{n}.safetensors") for n in range(2)]
     for command, code in (("check", 1), ("inspect", 0)):
         terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
@@ -87,14 +89,7 @@ def test_a_terminal_without_utf8_gets_the_verdict(tmp_path: Path, monkeypatch: p
         assert main([command, *paths[: 1 + code]]) == code
         terminal.seek(0)
         assert "w?ight" in terminal.read()
-
-
-def test_without_stderr_the_verdict_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``2>&-`` closes it."""
-    wrong = weights()
-    wrong["count"] += 1
-    paths = [write(weights(), tmp_path / "a"), write(wrong, tmp_path / "b")]
-    monkeypatch.setattr("sys.stderr", None)
+    monkeypatch.setattr("sys.stderr", None)  # ``2>&-`` closes it.
     assert main(["check", *paths]) == 1
 
 
@@ -339,31 +334,22 @@ def test_across_ranks_each_brings_its_own(tmp_path: Path) -> None:
     assert json.loads(run.stdout)["consistent"]
 
 
-def test_ranks_that_read_one_file_compare_nothing(tmp_path: Path) -> None:
-    path = write(weights(), tmp_path / "0.safetensors")
-    (tmp_path / "1.safetensors").write_bytes(Path(path).read_bytes())
-    run = forked.run(["check", path], 2, {}, main=main)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert "several ranks read the same file or folder: PATH must give each rank its own" in run.stderr
-    run = forked.run(["check", str(tmp_path / "{rank}.safetensors")], 2, {}, main=main)
-    assert run.returncode == 0
-    assert "consistent (4 parameters" in run.stdout
-
-
 def _on_a_host_of_its_own(arguments: list[str]) -> int:
     """The command on a host that shares its files with the other hosts."""
     with mock.patch("socket.gethostname", return_value=f"host{os.environ['RANK']}"):
         return main(arguments)
 
 
-def test_hosts_that_read_one_file_compare_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [main, _on_a_host_of_its_own])
+def test_ranks_that_read_one_file_compare_nothing(command: Callable[[list[str]], int], tmp_path: Path) -> None:
     path = write(weights(), tmp_path / "0.safetensors")
     (tmp_path / "1.safetensors").write_bytes(Path(path).read_bytes())
-    run = forked.run(["check", path], 2, {}, main=_on_a_host_of_its_own)
+    run = forked.run(["check", path], 2, {}, main=command)
     assert (run.returncode, run.stdout) == (2, "")
-    assert "several ranks read the same file or folder" in run.stderr
-    run = forked.run(["check", str(tmp_path / "{rank}.safetensors")], 2, {}, main=_on_a_host_of_its_own)
+    assert "several ranks read the same file or folder: PATH must give each rank its own" in run.stderr
+    run = forked.run(["check", str(tmp_path / "{rank}.safetensors")], 2, {}, main=command)
     assert run.returncode == 0
+    assert "consistent (4 parameters" in run.stdout
 
 
 def _anonymous() -> int:
@@ -462,23 +448,19 @@ runpy.run_module("fp8dist", run_name="__main__", alter_sys=True)
 """As ``python -m fp8dist``, after imports."""
 
 
-@pytest.fixture(scope="module")
-def closed(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """Two files that differ are checked in a process of its own, whose output nobody reads."""
-    folder, wrong = tmp_path_factory.mktemp("closed"), weights()
+@pytest.mark.slow
+def test_a_closed_pipe_does_not_change_the_verdict_and_public_names_are_there_after_any_import(tmp_path: Path) -> None:
+    """Nobody reads what the process prints. Submodules may be imported first, as a pickle does."""
+    wrong = weights()
     wrong["count"] += 1
-    paths = [write(weights(), folder / "a"), write(wrong, folder / "b")]
+    paths = [write(weights(), tmp_path / "a"), write(wrong, tmp_path / "b")]
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-c", IMPORTS, "check", *paths]
     run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(writer)
-    return run
-
-
-@pytest.mark.slow
-def test_a_closed_pipe_does_not_change_the_verdict(closed: subprocess.CompletedProcess[str]) -> None:
-    assert (closed.returncode, "imported" in closed.stderr) == (1, True), closed.stderr
+    assert run.stderr.startswith("imported\n"), run.stderr
+    assert run.returncode == 1, run.stderr
 
 
 def test_the_installed_command_and_help_without_torch(capsys: Capture) -> None:
@@ -500,12 +482,6 @@ def test_the_installed_command_and_help_without_torch(capsys: Capture) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr.splitlines() == ["0 False"] * 4
     assert done.stdout.count("usage: fp8dist") == 3
-
-
-@pytest.mark.slow
-def test_public_names_are_there_after_any_import(closed: subprocess.CompletedProcess[str]) -> None:
-    """Submodules may be imported first, as a pickle does."""
-    assert closed.stderr.startswith("imported\n"), closed.stderr
 
 
 def traced(path: Path, weight: float | None = None) -> str:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.support.forked import ROOT
 from tests.support.suite import NIGHTLY
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-COMMAND = [sys.executable, "-m", "fp8dist", "watch"]
+Capture = pytest.CaptureFixture[str]
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]evil[/bold red]\r\n" + "x" * 10_000 + ":input"
 
 
@@ -89,9 +90,10 @@ def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Termina
 
 @pytest.mark.slow
 @pytest.mark.parametrize("terminal", [(44, 16), pytest.param((160, 50), marks=NIGHTLY)], indirect=True)
-def test_a_terminal_follows_a_job_and_is_restored_by_ctrl_c(terminal: Terminal, tmp_path: Path) -> None:
-    run = start(tmp_path / "run")
-    terminal.type(f"{sys.executable} -m fp8dist watch {run} --every 0.1; echo status $?", "Enter")
+def test_a_terminal_follows_a_job_and_is_restored_by_ctrl_c_and_sigterm(terminal: Terminal, tmp_path: Path) -> None:
+    run, pid = start(tmp_path / "run"), tmp_path / "pid"
+    command = f"{sys.executable} -m fp8dist watch {run} --every 0.1"
+    terminal.type(f"{command}; echo status $?", "Enter")
     text = terminal.shows(lambda text: "loss 2.25" in text)
     assert terminal.modes() == "1 0"
     lines = text.splitlines()
@@ -117,39 +119,37 @@ def test_a_terminal_follows_a_job_and_is_restored_by_ctrl_c(terminal: Terminal, 
     assert "status 0" in text
     assert "Traceback" not in text
     assert terminal.modes() == "0 1"
-
-
-@pytest.mark.slow
-def test_sigterm_restores_the_terminal(terminal: Terminal, tmp_path: Path) -> None:
-    run = start(tmp_path / "run")
-    terminal.type(f"{sys.executable} -m fp8dist watch {run} & echo $! > {tmp_path / 'pid'}; fg", "Enter")
-    terminal.shows(lambda text: "loss 2.25" in text)
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
-    text = terminal.shows(lambda text: "loss 2.25" not in text)
+    terminal.type(f"{command} & echo $! > {pid}; fg", "Enter")
+    terminal.shows(lambda text: "loss nan" in text)
+    os.kill(int(pid.read_text()), signal.SIGTERM)
+    text = terminal.shows(lambda text: "loss nan" not in text)
     assert "Traceback" not in text
     assert terminal.modes() == "0 1"
 
 
-@pytest.mark.slow
-def test_a_pipe_gets_a_line_per_update_until_the_end(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    command = [*COMMAND, str(run), "--every", "0.1", "--wait"]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        time.sleep(0.5)
-        start(run)
-        first = process.stdout.readline()
-        time.sleep(0.5)  # Nothing is new, so nothing is printed.
-        write(run / "metrics.jsonl", {"step": 4, "loss": 1.0, "step_ms": 7.0})
-        second = process.stdout.readline()
-        write(run / "events.jsonl", {"step": 4, "kind": "end"})
-        rest = process.stdout.read()
-        assert process.wait(10) == 0
+def test_a_pipe_gets_a_line_per_update_until_the_end(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, slept = tmp_path / "run", []
+    meanwhile = [
+        lambda: start(run),
+        lambda: None,  # Nothing is new, so nothing is printed.
+        lambda: write(run / "metrics.jsonl", {"step": 4, "loss": 1.0, "step_ms": 7.0}),
+        lambda: write(run / "events.jsonl", {"step": 4, "kind": "end"}),
+    ]
+
+    def sleep(seconds: float) -> None:
+        meanwhile[len(slept)]()
+        slept.append(seconds)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
+    assert main(["watch", str(run), "--every", "0.1", "--wait"]) == 0
+    assert slept == [0.1] * 4
+    first, second, last = capsys.readouterr().out.splitlines()
     assert "step 3  loss 2.25  120.5 ms  unproven: nothing has compared the ranks yet" in first
     assert "worst slot model.blocks.11.fc:input: 714 % of 448, rank 1, microbatch 0" in first
     assert second.startswith("step 4  loss 1  7 ms")
-    assert rest.count("\n") == 1
-    assert rest.endswith("end in step 4: the run ends  the run has ended\n")
+    assert last.endswith("end in step 4: the run ends  the run has ended")
 
 
 class Interrupting(io.StringIO):
@@ -161,9 +161,6 @@ class Interrupting(io.StringIO):
 
     def flush(self) -> None:
         signal.raise_signal(self._number)
-
-
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
