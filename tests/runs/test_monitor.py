@@ -1,4 +1,4 @@
-"""The old Monitor: lines of slots, TensorBoard; the alarm of scales that jump; lines that a resumed run keeps."""
+"""The old Monitor: lines of slots, TensorBoard; the alarm of scales that jump."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from fp8dist import ConfigurationError, Monitor, ScaleJump, Slot, SlotStatistics
-from fp8dist.runs.run_files import keep_lines
 from fp8dist.state.statistics import JumpAlarm
 from tests.support.logs import captured_log
 
@@ -52,26 +51,6 @@ def test_a_line_per_slot_and_observation(tmp_path: Path) -> None:
             {"step": 7, "slot": str(B), **nothing, "amax": "Infinity"},
             {"step": 11, "slot": str(B), **third},
         ]
-
-
-@pytest.mark.parametrize("torn", [b'{"step": 30, "slot": "layers', b'{"step": 20, "sc', b"\0" * 9, b"\xff\xfe", b"17"])
-def test_a_resumed_run_drops_later_lines_and_a_torn_one(tmp_path: Path, torn: bytes) -> None:
-    unbroken, broken = tmp_path / "unbroken.jsonl", tmp_path / "broken.jsonl"
-    for path, resume_after, steps in (
-        (unbroken, None, (10, 20, 30, 40)),
-        (broken, 5, (10, 20, 30)),  # There is no file yet.
-        (broken, 20, (30, 40)),
-    ):
-        with Monitor(path, resume_after=resume_after) as monitor:
-            for step in steps:
-                monitor.observe(step, scales(float(step)))
-        if resume_after == 5:
-            path.write_bytes(path.read_bytes() + torn)
-    assert broken.read_bytes() == unbroken.read_bytes()
-    assert sorted(tmp_path.iterdir()) == [broken, unbroken]
-    broken.write_bytes(b'{"step": 1}\n{"step": 2}')
-    keep_lines(broken, 2)  # A last line that lacks its newline is kept.
-    assert broken.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
 
 
 @pytest.mark.parametrize(
