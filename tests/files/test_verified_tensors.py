@@ -23,7 +23,6 @@ import fp8dist
 from fp8dist.files.value_comparison import compare_values
 from tests.support import forked
 from tests.support.serving import read, spread
-from tests.support.suite import crossed, few
 
 Tensors = dict[str, Tensor]
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -152,35 +151,41 @@ def _loaded(folder: str, fault: str) -> Tensors:
 
 
 def _engine(words: list[str]) -> int:
-    """Load, and verify against each of ``certificates``; in a process of its own."""
-    folder, fault, *certificates = words
-    engine = _loaded(folder, fault)
-    for certificate in certificates:
-        report = fp8dist.verify(engine, certificate, merged=MERGED)
-        print(json.dumps({**report.to_json(), "text": str(report)}))
+    """Load and verify, with each fault, against the exported files and against ``alone``; in a process of its own."""
+    folder, alone, *faults = words
+    for fault in faults:
+        for certificate in (Path(folder, "first"), alone):
+            report = fp8dist.verify(_loaded(folder, fault), certificate, merged=MERGED)
+            print(json.dumps({**report.to_json(), "text": str(report)}))
     return 0
 
 
-def _verified(exports: Mapping[str, Path], tmp_path: Path, recipe: str, fault: str) -> list[dict[str, Any]]:
-    """Return the reports with the exported files, and with the certificate alone."""
-    first = exports[recipe] / "first"
-    shutil.copy(first / "fp8dist-certificate.json", tmp_path / "alone.json")
-    words = [str(exports[recipe]), fault, str(first), str(tmp_path / "alone.json")]
-    done = forked.run(words, None, {}, main=_engine)
+Reports = list[dict[str, Any]]
+
+
+def _verified(folder: Path, tmp_path: Path, *faults: str) -> dict[str, Reports]:
+    """Return for each fault the reports with the exported files, and with the certificate alone."""
+    shutil.copy(folder / "first" / "fp8dist-certificate.json", tmp_path / "alone.json")
+    done = forked.run([str(folder), str(tmp_path / "alone.json"), *faults], None, {}, main=_engine)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return {fault: found[2 * place : 2 * place + 2] for place, fault in enumerate(faults)}
 
 
-@crossed(recipe=["tensor", "row", "block"], fault=FAULTS)
-def test_an_engine_in_another_process(exports: dict[str, Path], tmp_path: Path, recipe: str, fault: str) -> None:
-    full, alone = _verified(exports, tmp_path, recipe, fault)
-    folder = exports[recipe]
+@pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
+def test_an_engine_in_another_process(exports: dict[str, Path], tmp_path: Path, recipe: str) -> None:
+    for fault, reports in _verified(exports[recipe], tmp_path, *FAULTS).items():
+        _assert_reported(exports[recipe], fault, *reports)
+
+
+def _assert_reported(folder: Path, fault: str, full: dict[str, Any], alone: dict[str, Any]) -> None:
+    """Assert what the reports say, by safetensors' reader and plain torch."""
     good, new, bad = read(folder / "first"), read(folder / "second"), read(folder / "first")
     FAULTS[fault](bad, new)
     found = {f["name"]: f for f in full["findings"]}
-    # Served tensors whose bytes differ from the export, by safetensors' reader and torch.equal.
+    # Served tensors whose bytes differ from the export.
     other = {n for n in good if n not in bad or not good[n].view(torch.uint8).equal(bad[n].view(torch.uint8))}
-    assert {f["name"] for f in alone["findings"]} == set(found) == other
+    assert {f["name"] for f in alone["findings"]} == set(found) == other, fault
     assert (full["consistent"], full["rescaled"]) == (not other, [])
     scales = {_scale(good, weight): weight for weight in _weights(good)}
     if fault == "correct":
@@ -217,7 +222,7 @@ def test_a_round_trip_through_bfloat16_changes_bytes_and_no_value(
     exports: dict[str, Path], tmp_path: Path, recipe: str
 ) -> None:
     """A part whose largest byte is 224 or less gets half the scale, or less."""
-    full, alone = _verified(exports, tmp_path, recipe, "quantises again by 2^n")
+    ((full, alone),) = _verified(exports[recipe], tmp_path, "quantises again by 2^n").values()
     good, bad = read(exports[recipe] / "first"), read(exports[recipe] / "first")
     _again(bad, True)
     other = [weight for weight in _weights(good) if not good[weight].float().equal(bad[weight].float())]
@@ -345,9 +350,6 @@ def _with_negative_zeros(tensors: Tensors) -> Tensors:
 FINDINGS: list[tuple[str, Callable[[Tensors], Any], dict[str, str]]] = [
     ("twice", lambda t: [*t.items(), (BIAS, t[BIAS])], {BIAS: "comes twice"}),
     ("early end", lambda t: iter([x for x in t.items() if x[0] != BIAS]), {BIAS: "is missing"}),
-    ("extra", _changed("x\x1b", torch.ones(2)), {"x\x1b": "float32[2] is served, and was not exported"}),
-    ("shape", _changed(BIAS, torch.ones(3, 64)), {BIAS: "is float32[3, 64], expected float32[192]"}),
-    ("dtype", _changed(BIAS, torch.ones(192).half()), {BIAS: "is float16[192], expected float32[192]"}),
     ("no tensor", _changed(BIAS, [1.0]), {BIAS: "is of type list, expected a tensor"}),
     ("meta", _changed(BIAS, torch.ones(192, device="meta")), {BIAS: "cannot be read: Cannot copy out of meta tensor"}),
     ("wrapped, as a DTensor", _changed(BIAS, TwoTensor(torch.ones(192), torch.ones(192))),
@@ -358,8 +360,6 @@ FINDINGS: list[tuple[str, Callable[[Tensors], Any], dict[str, str]]] = [
     ("sparse", _changed(BIAS, torch.ones(192).to_sparse()), {BIAS: "cannot be read: "}),
     ("merged rows", _with_qkv(torch.ones(500)),
      {QKV: "is float32[500], expected 512 rows: those of q_proj, k_proj, v_proj"}),
-    ("swapped", lambda t: {**t, "layers.0.k_proj.bias": t["layers.0.v_proj.bias"]},
-     {"layers.0.k_proj.bias": "it has the bytes of 'layers.0.v_proj.bias'"}),
     # Other bytes with the same scale are no other form of the same weight, though -0 = 0.
     ("sign of a zero", _with_negative_zeros, {DOWN: ""}),
     ("untied", _changed("head.weight", torch.zeros(8, 192)), {"head.weight": "elements differ"}),
@@ -476,22 +476,18 @@ class Stream:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("weights_first", "fault", "bound"),
-    few([(False, False, 0), (True, False, 0), (False, True, 3), (True, True, 17)], (False, False, 0), (True, True, 17)),
-)
-def test_each_tensor_is_read_once_and_few_are_kept(
-    exports: dict[str, Path], tmp_path: Path, weights_first: bool, fault: bool, bound: int
-) -> None:
+def test_each_tensor_is_read_once_and_few_are_kept(tmp_path: Path) -> None:
     """Nothing is kept of equal tensors; of differing ones a pair each until its scales come, eight at most. Their
     digests take 1 MiB."""
-    net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
+    net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(10)))
     manager = fp8dist.prepare(net, fp8dist.RowwiseScaling(), skip=None)
     fp8dist.export(manager, tmp_path / "out")
     names = list(read(tmp_path / "out"))
-    order = sorted(names, key=lambda name: not name.endswith("weight")) if weights_first else names
-    stream = Stream(tmp_path / "out", order, fault)
-    report = fp8dist.verify(stream, tmp_path / "out")
-    assert len(report.findings) == (len(names) if fault else 0)
-    assert stream.made == dict.fromkeys(names, 1)
-    assert stream.most <= bound * 1024 * 1024
+    weights_first = sorted(names, key=lambda name: not name.endswith("weight"))
+    cases = ((names, False, 0), (weights_first, False, 0), (names, True, 3), (weights_first, True, 17))
+    for order, fault, bound in cases:
+        stream = Stream(tmp_path / "out", order, fault)
+        report = fp8dist.verify(stream, tmp_path / "out")
+        assert len(report.findings) == (len(names) if fault else 0)
+        assert stream.made == dict.fromkeys(names, 1)
+        assert stream.most <= bound * 1024 * 1024
