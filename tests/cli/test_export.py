@@ -141,17 +141,6 @@ def test_names_that_differ_by_a_part_called_module_alone(tmp_path: Path, capsys:
             fp8dist.exported(manager)
 
 
-def test_slots_that_were_registered_are_no_linears(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(32, 32))
-    manager = fp8dist.prepare(model)
-    for name, role in (("mine", "input"), ("other", "weight")):
-        manager.register(name, role, "e5m2")
-    manager.attach()
-    torch.save({"model": model.state_dict(), "fp8": manager.state_dict()}, tmp_path / "saved")
-    assert main(["export", str(tmp_path / "saved"), "--out", str(tmp_path / "out")]) == 0
-    assert tensor_bits(read(tmp_path / "out")) == tensor_bits(dict(fp8dist.exported(manager)))
-
-
 def _with_settings(manager: fp8dist.StateManager, settings: object) -> dict[str, bytes]:
     """Return the FP8 state with other settings than the manager's."""
     ((name, data),) = manager.state_dict().items()
@@ -220,36 +209,33 @@ def test_weights_that_fsdp_gathered_in_bfloat16(alone: Path, tmp_path: Path) -> 
     assert tensor_bits(read(tmp_path / "of noted")) == tensor_bits(read(tmp_path / "out"))
 
 
-@pytest.mark.parametrize(
-    ("flags", "words", "code", "text"),
-    [
-        (["--precision", "fp32"], [], UNREADABLE, "expected one FP8 state that all ranks share, found none"),
-        (["--recipe", "rowwise"], ["--format", "block"], USAGE, "formats that fit: compressed-tensors"),
-        ([], ["--model", "weights"], UNREADABLE,
+def test_what_cannot_be_exported(alone: Path, tmp_path: Path, capsys: Capture) -> None:
+    net = nn.Sequential(nn.Linear(32, 48))
+    dcp.save({"model": net.state_dict()}, checkpoint_id=tmp_path / "plain")
+    manager = fp8dist.prepare(net, fp8dist.RowwiseScaling()).attach()
+    dcp.save({"model": net.state_dict(), "fp8": manager}, checkpoint_id=tmp_path / "rowwise")
+    for checkpoint, words, code, text in (
+        (tmp_path / "plain", [], UNREADABLE, "expected one FP8 state that all ranks share, found none"),
+        (tmp_path / "rowwise", ["--format", "block"], USAGE, "formats that fit: compressed-tensors"),
+        (alone, ["--model", "weights"], UNREADABLE,
          "has no tensors of 'weights', its keys are 'model', 'optimizer', 'run': --model names"),
-        ([], ["--config", "/nowhere"], USAGE, "--config /nowhere cannot be read"),
-        (None, [], UNREADABLE, "no checkpoint"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_exported(
-    alone: Path, tmp_path: Path, capsys: Capture, flags: list[str] | None, words: list[str], code: int, text: str
-) -> None:
-    """``flags``: of the job; None: a folder without a checkpoint."""
-    checkpoint = tmp_path if flags is None else _job(tmp_path / "run", ALONE, *flags) if flags else alone
-    assert main(["export", str(checkpoint), "--out", str(tmp_path / "out"), *words]) == code
-    assert text in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+        (alone, ["--config", "/nowhere"], USAGE, "--config /nowhere cannot be read"),
+        (tmp_path, [], UNREADABLE, "no checkpoint"),
+    ):  # fmt: skip
+        assert main(["export", str(checkpoint), "--out", str(tmp_path / "out"), *words]) == code
+        assert text in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_a_file_of_torch_save(tmp_path: Path, capsys: Capture, legacy: bool) -> None:
+def test_a_file_of_torch_save_with_slots_that_are_no_linears(tmp_path: Path, capsys: Capture) -> None:
     model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
     manager = fp8dist.prepare(model)
+    for name, role in (("mine", "input"), ("other", "weight")):
+        manager.register(name, role, "e5m2")
     manager.attach()
     model(torch.randn(4, 32)).sum().backward()
     manager.step()
-    state = {"net": model.state_dict(), "fp8": manager.state_dict(), "step": 1}
-    torch.save(state, tmp_path / "saved.pt", _use_new_zipfile_serialization=not legacy)
+    torch.save({"net": model.state_dict(), "fp8": manager.state_dict(), "step": 1}, tmp_path / "saved.pt")
     words = ["export", str(tmp_path / "saved.pt"), "--out", str(tmp_path / "out")]
     assert main(words) == UNREADABLE
     assert "has no tensors of 'model', its keys are 'net', 'step': --model names the key" in capsys.readouterr().err
