@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import fp8dist
 from fp8dist.cli.main import main
 from tests.support.runs import lines, made_run
 
@@ -114,12 +113,3 @@ def test_the_path_is_printed_byte_by_byte(tmp_path: Path, capsysbinary: pytest.C
     folder = run(tmp_path / "run", saved(2, path), checked(4))
     assert main(["good", str(folder)]) == 0
     assert capsysbinary.readouterr().out == os.fsencode(tmp_path) + b"/" + name + b"\n"
-
-
-def test_a_recorder_of_any_loop_writes_what_it_reads(tmp_path: Path, capsys: Capture) -> None:
-    (x,) = made(tmp_path, "x")
-    with fp8dist.Recorder(tmp_path / "run") as recorder:
-        recorder.log(1, loss=1.0)
-        recorder.event("saved", 1, path=x)
-        recorder.event("checked", 1, **ALL)
-    assert good(tmp_path / "run", capsys) == (0, f"{x}\n", "")

@@ -719,51 +719,37 @@ def test_a_divergence_is_recorded_with_its_report_and_a_check_when_it_ends(tmp_p
     assert read(tmp_path, "metrics")[-1]["proven"] == 4
 
 
-@on_ranks(2)
-def test_checks_of_a_run_without_fp8_are_recorded(tmp_path: Path) -> None:
-    """By a call, and the error that ends the run without one."""
-    net = DistributedDataParallel(make_net())
-    recorder = Recorder(tmp_path)
+@pytest.mark.parametrize("fp8", [False, True])
+@on_ranks(3)
+def test_checks_by_a_call_are_recorded(fp8: bool, tmp_path: Path) -> None:
+    """Also the error that ends a run without one. What was saved before a repair may hold the difference. Each is
+    written once, also if the manager tells of it."""
+    plain = make_net()
+    manager = fp8dist.prepare(plain, group=dist.group.WORLD) if fp8 else None
+    net = DistributedDataParallel(plain)
 
     def run() -> None:
-        with recorder:
-            recorder.log_check(1, fp8dist.check(net, step=1))
-            recorder.event("saved", 1, path="step-1")
-            if dist.get_rank() == 1:
-                next(net.parameters()).data.view(-1)[0] += 1
-            recorder.log_check(2, fp8dist.check(net, step=2, policy="warn"))
-            fp8dist.check(net, step=3)
+        with Recorder(tmp_path, manager) as recorder:
+            for step, policy in ((1, "raise"), (3, "repair"), (4, "warn")):
+                recorder.log_check(step, fp8dist.check(net, step=step, policy=policy))  # type: ignore[arg-type]
+                recorder.event("saved", step, path=f"step-{step}")
+                if step < 4 and dist.get_rank() == 1:
+                    next(net.parameters()).data.view(-1)[0] += 1
+                if step == 1:
+                    recorder.event("saved", 2, path="step-2")
+            fp8dist.check(net, step=5)
 
     with captured_log(), pytest.raises(fp8dist.DivergenceError):
         run()
     dist.barrier()
-    assert kinds(tmp_path) == ["start", "checked", "saved", "diverged", "diverged", "end"]
+    repaired = ["start", "checked", "saved", "saved", "diverged", "checked", "saved"]
+    assert kinds(tmp_path) == [*repaired, "diverged", "saved", "diverged", "end"]
     checked, *found = [line for line in read(tmp_path, "events") if line["kind"] in ("checked", "diverged")]
     assert checked["compared"] == {"parameter": sum(1 for _ in net.parameters())}
-    assert [(line["step"], line["report"]["findings"][0]["last_good_step"]) for line in found] == [(2, 1), (3, 1)]
-    (saved,) = saved_checkpoints(read_run(tmp_path))
-    assert saved.state == GOOD
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-@on_ranks(3)
-def test_a_check_that_repairs_is_recorded_with_what_differed(fp8: bool, tmp_path: Path) -> None:
-    """What was saved before the repair may hold the difference. It is written once, also if the manager tells of it."""
-    plain = make_net()
-    manager = fp8dist.prepare(plain, group=dist.group.WORLD) if fp8 else None
-    net = DistributedDataParallel(plain)
-    with captured_log(), Recorder(tmp_path, manager) as recorder:
-        recorder.log_check(1, fp8dist.check(net, step=1))
-        recorder.event("saved", 1, path="step-1")
-        if dist.get_rank() == 1:
-            next(net.parameters()).data.view(-1)[0] += 1
-        recorder.event("saved", 2, path="step-2")
-        recorder.log_check(3, fp8dist.check(net, step=3, policy="repair"))
-        recorder.event("saved", 3, path="step-3")
-    dist.barrier()
-    assert kinds(tmp_path) == ["start", "checked", "saved", "saved", "diverged", "checked", "saved", "end"]
+    told = [(line["step"], line["report"]["findings"][0]["last_good_step"]) for line in found if "report" in line]
+    assert told == [(0 if fp8 else step, good) for step, good in ((3, 1), (4, 3), (5, 3))]  # FP8 has made no step.
     states = [one.state for one in saved_checkpoints(read_run(tmp_path))]
-    assert states == [GOOD, "after a divergence", GOOD]
+    assert states == [GOOD, "after a divergence", GOOD, "after a divergence"]
 
 
 @on_ranks(2)
