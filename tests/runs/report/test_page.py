@@ -44,13 +44,10 @@ def _body(page: str) -> str:
     return re.sub(r"<script.*?</script>", "", page[page.index("<main ") :], flags=re.S)
 
 
-def _small(folder: Path) -> Path:
-    return made_run(folder, steps=20, layers=1)
-
-
-def _without_map(folder: Path) -> Path:
-    """Return a run without a heat map, which takes most of a page's time."""
-    (_small(folder) / "scales.jsonl").unlink()
+def _empty(folder: Path) -> Path:
+    """Write a run without steps: plots take most of a page's time."""
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
     return folder
 
 
@@ -78,26 +75,25 @@ def test_the_page_says_what_happened_and_fetches_nothing(tmp_path: Path) -> None
 
 
 def test_empty_panels_say_what_to_switch_on(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    body = _body(page_of(read_run(tmp_path)))
+    folder = _empty(tmp_path / "run")
+    body = _body(page_of(read_run(folder)))
     wanted = "every=10 ranks=True check_every= recorder.event(&quot;saved&quot;, Recorder run.json grad_norm="
     assert [text for text in wanted.split() if text not in body] == []
     assert not re.search("--[a-z]|example job", body)  # A job of another program has no such flags.
     assert body.count('class="empty"') >= 6
-    lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0, "grad_norm": "NaN"}])
-    body = _body(page_of(read_run(tmp_path)))
+    lines(folder / "metrics.jsonl", [{"step": 1, "loss": 2.0, "grad_norm": "NaN"}])
+    # A recipe without a sync.
+    lines(folder / "ranks.jsonl", [{"step": 10, "ranks": [0, 1], "sync_wait_ms": [None, None], "step_ms": [9.0, 9.0]}])
+    body = _body(page_of(read_run(folder)))
     assert "The gradient norm is not finite in 1 step, first in step 1." in body
     assert "No gradient norm is finite." in body
     assert "all values are finite" not in body
-    folder = _small(tmp_path / "run")  # A recipe without a sync.
-    lines(folder / "ranks.jsonl", [{"step": 10, "ranks": [0, 1], "sync_wait_ms": [None, None], "step_ms": [9.0, 9.0]}])
-    body = _body(page_of(read_run(folder)))
     assert "No sync was timed, so no rank is known to wait" in body
     assert "milliseconds that each rank waited" not in body
 
 
 def test_a_panel_for_runs_with_experts_is_short(tmp_path: Path) -> None:
-    folder = _without_map(tmp_path / "made")
+    folder = _empty(tmp_path / "run")
     without = page_of(read_run(folder))
     assert "Do all experts get tokens?" not in without
     lines(folder / "experts.jsonl", [load(20, "a.experts", [2, 6, 0], [0, 0, 20], [0, 0, 19])])
@@ -174,7 +170,7 @@ def test_hostile_content_is_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", few((None, "x", {"slots": 3}, [[1]]), "x", [[1]]))
 def test_headers_of_wrong_types_are_read(value: Any, tmp_path: Path) -> None:
-    folder = _small(tmp_path / "run")
+    folder = made_run(tmp_path / "run", steps=20, layers=1)
     kept = {"format": "fp8dist run", "version": 1}
     (folder / "run.json").write_text(json.dumps({**dict.fromkeys(header([]), value), **kept}))
     assert "Is this run sound?" in page_of(read_run(folder))
@@ -211,7 +207,7 @@ def test_the_command_writes_the_file_whole_and_opens_it(
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or len(opened) == 1)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder, named = _without_map(tmp_path / "run"), tmp_path / "out" / "a.html"
+    folder, named = _empty(tmp_path / "run"), tmp_path / "out" / "a.html"
     named.parent.mkdir()
     named.write_text("before")
     assert main(["report", str(folder), str(folder), "--out", str(named)]) == 0
