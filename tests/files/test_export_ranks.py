@@ -128,7 +128,7 @@ def _layouts(*parallels: str) -> list[tuple[str, str]]:
 ON_FOUR = [each for each in _layouts("ddp", "fsdp2", "gather", "hsdp", "hsdp+gather") if each != ("block", "gather")]
 
 
-EACH = [("delayed", "ddp"), ("rowwise", "fsdp2"), ("delayed", "gather"), ("mx", "hsdp"), ("current", "hsdp+gather")]
+EACH = [("delayed", "ddp"), ("rowwise", "fsdp2"), ("mx", "hsdp"), ("current", "hsdp+gather")]
 
 
 @pytest.mark.parametrize(("recipe", "parallel"), few(ON_FOUR, *EACH))
@@ -210,7 +210,7 @@ def test_a_module_in_high_precision_whose_weight_is_gathered_in_fp8() -> None:
     assert "body.layers.1.weight_scale" not in tensors
 
 
-@pytest.mark.parametrize("parallel", few(["ddp", "fsdp2", "gather"], "ddp", "gather"))
+@pytest.mark.parametrize("parallel", few(["ddp", "fsdp2", "gather"], "gather"))
 @on_ranks(2)
 def test_training_goes_on_as_if_nothing_had_been_exported(parallel: str) -> None:
     def run(exports: bool) -> Any:
