@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 
 import pytest
@@ -28,13 +26,6 @@ def _manager() -> tuple[nn.Module, fp8dist.StateManager]:
     return model, fp8dist.prepare(model, fp8dist.DelayedScaling(history_len=4), skip=None)
 
 
-def _command(*arguments: str) -> tuple[int, str]:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        code = main(list(arguments))
-    return code, printed.getvalue()
-
-
 def test_fp8_state(tmp_path: Path) -> None:
     _unused, manager = _manager()
     manager.load(BEFORE / "fp8.safetensors")
@@ -55,14 +46,8 @@ def test_dcp_checkpoint() -> None:
     assert by_dcp.state_dict() == by_file.state_dict()
 
 
-def test_certificate_of_an_export() -> None:
-    code, text = _command(
-        "verify", "--certificate", str(BEFORE / "exported" / "fp8dist-certificate.json"), str(BEFORE / "exported")
-    )
-    assert code == 0, text
-
-
-def test_run_folder() -> None:
-    code, text = _command("watch", "--once", str(BEFORE / "run"))
-    assert code == 0, text
-    assert "step 6" in text
+def test_certificate_of_an_export_and_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = BEFORE / "exported"
+    assert main(["verify", "--certificate", str(folder / "fp8dist-certificate.json"), str(folder)]) == 0
+    assert main(["watch", "--once", str(BEFORE / "run")]) == 0
+    assert "step 6" in capsys.readouterr().out

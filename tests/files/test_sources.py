@@ -375,20 +375,19 @@ def test_hostile_pickles(tmp_path: Path, name: str, pickled: bytes) -> None:
     _refused(folder, ".metadata")
 
 
-class Laughs:
-    """Nested pairs that unfold to 2**60 items: printing, hashing or comparing them never ends."""
-
-    def __init__(self, hashable: bool = False) -> None:
-        self.value: Any = "ha"
-        for _ in range(60):
-            self.value = (self.value, self.value) if hashable else [self.value, self.value]
+def _laughs(pair: Callable[[list[Any]], Any]) -> Any:
+    """Return nested pairs that unfold to 2**60 items: printing, hashing or comparing them never ends."""
+    value: Any = "ha"
+    for _ in range(60):
+        value = pair([value, value])
+    return value
 
 
 @pytest.mark.parametrize("where", ["value", "set", "key"])
 @pytest.mark.timeout(20)
 def test_lists_that_unfold_without_end(tmp_path: Path, where: str) -> None:
-    laughs = Laughs(hashable=True).value
-    value = {"value": {"x": laughs}, "set": {"x": Call(set, [laughs, Laughs(hashable=True).value])}}.get(where)
+    laughs = _laughs(tuple)
+    value = {"value": {"x": laughs}, "set": {"x": Call(set, [laughs, _laughs(tuple)])}}.get(where)
     pickled = pickle.dumps(value, 2)
     if where == "key":  # A dict with this key would hash it, which never ends.
         pickled = b"\x80\x02}" + pickle.dumps(laughs, 2)[2:-1] + b"K\x01s."
@@ -410,7 +409,7 @@ def test_lists_that_unfold_without_end(tmp_path: Path, where: str) -> None:
 def test_indexes_that_unfold_without_end(tmp_path: Path, where: str) -> None:
     folder = _dcp(tmp_path, {"a": torch.ones(2), "b": 1})
     index = _index(folder)
-    laughs: Any = Laughs().value
+    laughs = _laughs(list)
     (key, place), *_ = index.storage_data.items()
     described = index.state_dict_metadata["a"]
     held = {"fqn": key, "size": described, "dtype": described.properties, "planner_data": index}.get(where, place)
