@@ -21,7 +21,7 @@ import fp8dist
 from fp8dist.cli.exit_codes import CONSISTENT, DIVERGED, UNREADABLE, USAGE
 from fp8dist.cli.main import main
 from fp8dist.files.certificate import Certified, model_digest
-from tests.support.serving import RECIPES
+from tests.support.serving import RECIPES, Config
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -43,19 +43,12 @@ class Net(nn.Module):
         return self.norm(self.c(self.b(self.a(x))))
 
 
-class Config:
-    """Stands for a config of Transformers."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"model_type": "net", "hidden_size": 32}
-
-
 def _made(folder: Path, recipe: str = "delayed", format: str = "compressed-tensors", config: bool = True) -> Path:
     """Train a step; save a checkpoint, and export it inside the job."""
     torch.manual_seed(0)
     net = Net()
     if config:
-        net.config = Config()  # type: ignore[assignment]
+        net.config = Config(model_type="net", hidden_size=32)  # type: ignore[assignment]
     manager = fp8dist.prepare(net, RECIPES[recipe], overrides={"head": "high"})
     manager.attach(net)
     net(torch.randn(8, 32)).square().mean().backward()

@@ -23,7 +23,7 @@ from fp8dist.files.export import Export, export_of
 from fp8dist.job.manager import Internals
 from fp8dist_kernels.formats import E5M2
 from tests.support import forked
-from tests.support.serving import NATIVE, RECIPES, as_bits, exported, multiplied, read, served, tensor_bits
+from tests.support.serving import NATIVE, RECIPES, Config, as_bits, exported, multiplied, read, served, tensor_bits
 from tests.support.sharded import wide
 from tests.support.suite import crossed, few
 from tests.support.training import batch, bits, state_bits
@@ -353,13 +353,6 @@ def test_a_folder_holds_the_stream(tmp_path: Path, shard_bytes: int) -> None:
     assert len(files) == {1: 16, 100_000: 5, 10**9: 1}[shard_bytes]
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"quantization_config": _config(manager)}
-
-
-class Config:
-    """Stands for a config of Transformers."""
-
-    def __init__(self, **content: Any) -> None:
-        self.to_dict = lambda: content
 
 
 def test_config_json_has_the_models_own_config(tmp_path: Path) -> None:

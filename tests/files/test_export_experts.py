@@ -4,7 +4,6 @@ and from its checkpoint (``fp8dist export``), and ``fp8dist verify`` of both."""
 from __future__ import annotations
 
 import json
-import types
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.support.ranks import RankPool
 from tests.support.serving import (
     NATIVE,
     RECIPES,
+    Config,
     Multiplied,
     exported,
     read,
@@ -50,21 +50,12 @@ OF_JOB = ("ranks", "proven", "checked", "last_check", "digest")
 """Fields of a certificate that a checkpoint cannot know, and the seal over them."""
 
 
-class _Config:
-    """Stands for a config of Transformers."""
-
-    model_type = CONFIG["model_type"]
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(CONFIG)
-
-
 def _trained(recipe: str = "delayed", mixtral: bool = False, prepared: Any = None, **options: Any) -> Any:
     """Return the manager of a model after three steps, which it keeps as ``_tested``."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"mlp": Routed(inner=INNER, **options)})
     if mixtral:
-        model.config = _Config()  # type: ignore[assignment]
+        model.config = Config(**CONFIG)  # type: ignore[assignment]
     manager = fp8dist.prepare(model, RECIPES[recipe], **(prepared or {}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     manager.attach(model, optimizer=optimizer)
@@ -184,7 +175,7 @@ def test_what_is_refused(tmp_path: Any) -> None:
         ("odd", ""),
         ("gpt_oss", r" \(Transformers 5\.23 reads no FP8 experts with biases, and .* only\)"),
     ):
-        manager._tested.config = types.SimpleNamespace(model_type=kind)  # type: ignore[assignment]
+        manager._tested.config = Config(model_type=kind)  # type: ignore[assignment]
         with pytest.raises(
             ConfigurationError, match=f"which names servers read for the experts of '{kind}'{why}: leave"
         ):
@@ -224,7 +215,7 @@ def test_names_and_config_of_a_mixtral(tmp_path: Path) -> None:
     """Its own, or those that are given for a model without a config. ``verify`` finds the same in the certificate."""
     manager = _saved(tmp_path, mixtral=True)
     fp8dist.export(manager, tmp_path / "job")
-    (tmp_path / "config.json").write_text(json.dumps(_Config().to_dict() | {"architectures": ["ModuleDict"]}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["ModuleDict"]}))
     assert _offline(tmp_path, "--config", str(tmp_path / "config.json")) == 0
     _assert_one_folder(tmp_path / "job", tmp_path / "out")
     assert _verified(tmp_path, "job") == 0
@@ -238,7 +229,7 @@ def test_names_and_config_of_a_mixtral(tmp_path: Path) -> None:
     assert "mlp.experts.3.w1.weight" in read(tmp_path / "without" / "out")
     assert _verified(tmp_path / "without", "out") == 0
     model = nn.ModuleDict({"layer": nn.ModuleDict({"mlp": Routed(inner=INNER)})})
-    model.config = types.SimpleNamespace(model_type="mixtral")  # type: ignore[assignment]
+    model.config = Config(model_type="mixtral")  # type: ignore[assignment]
     names = {name for name, _ in fp8dist.exported(fp8dist.prepare(model))}  # The names in files of Transformers.
     weights = {f"layer.block_sparse_moe.experts.2.{each}.weight" for each in ("w1", "w2", "w3")}
     assert weights | {f"{name}_scale" for name in weights} <= names
@@ -345,22 +336,20 @@ def _flip(folder: Path, name: str) -> None:
     save_file(tensors, served, metadata)
 
 
-@pytest.mark.parametrize(("made", "kind"), [("job", "weight"), ("out", "weight_scale"), ("out", "input_scale")])
-def test_a_flipped_bit_of_one_expert_is_named(tmp_path: Path, capsys: Capture, made: str, kind: str) -> None:
-    manager = _saved(tmp_path, mixtral=True)
-    if made == "job":
-        fp8dist.export(manager, tmp_path / "job")
-    else:
-        assert _offline(tmp_path) == 0
-    served, name = tmp_path / made, f"mlp.experts.2.w3.{kind}"
+def test_a_flipped_bit_of_one_expert_is_named(tmp_path: Path, capsys: Capture) -> None:
+    _saved(tmp_path, mixtral=True)
+    assert _offline(tmp_path) == 0
+    served = tmp_path / "out"
     certificate = ["verify", "--certificate", str(served / "fp8dist-certificate.json"), str(served)]
     checkpoint = ["verify", str(tmp_path / "checkpoint"), str(served)]
     assert main(certificate) == main(checkpoint) == 0
-    _flip(served, name)
-    for command in (certificate, checkpoint):
-        capsys.readouterr()
-        assert main([*command, "--json"]) == DIVERGED
-        assert [found["name"] for found in json.loads(capsys.readouterr().out)["findings"]] == [name]
+    for name in (f"mlp.experts.2.w3.{kind}" for kind in ("weight", "weight_scale", "input_scale")):
+        _flip(served, name)
+        for command in (certificate, checkpoint):
+            capsys.readouterr()
+            assert main([*command, "--json"]) == DIVERGED
+            assert [found["name"] for found in json.loads(capsys.readouterr().out)["findings"]] == [name]
+        _flip(served, name)  # Back.
 
 
 def _format(job: Job) -> str:

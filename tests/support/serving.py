@@ -28,6 +28,15 @@ RECIPES: dict[str, fp8dist.Recipe] = {
 }
 NATIVE = {name: "compressed-tensors" for name in RECIPES} | {"block": "block", "mx": "compressed-tensors-mxfp8"}
 
+
+class Config:
+    """Stands for a config of Transformers."""
+
+    def __init__(self, **content: Any) -> None:
+        self.model_type = content.get("model_type")
+        self.to_dict = lambda: dict(content)
+
+
 Multiplied = dict[str, tuple[bytes, bytes]]
 """By module: its weight's FP8 bytes and, for each element, its inverse scale."""
 
