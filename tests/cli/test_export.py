@@ -18,7 +18,7 @@ from fp8dist.state.slots import plain_fqn
 from fp8dist.state.storage import from_bytes, to_bytes
 from launch.train_gpt.model import GPT
 from tests.support.main_job import ALONE, RANKS, TINY, finish
-from tests.support.serving import NATIVE, RECIPES, read, served, tensor_bits
+from tests.support.serving import read, served, tensor_bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
@@ -37,28 +37,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _job(tmp_path_factory.mktemp("alone") / "run", ALONE)
 
 
-def _inside(checkpoint: Path, kind: str = "delayed", **prepared: Any) -> Any:
+def _inside(checkpoint: Path) -> Any:
     """Return the manager of a job that has loaded the checkpoint."""
     model = GPT(layers=1, width=32, heads=2, context=32)
-    manager = fp8dist.prepare(model, {**RECIPES, "delayed": fp8dist.DelayedScaling()}[kind], **prepared)
+    manager = fp8dist.prepare(model, fp8dist.DelayedScaling())
     dcp.load({"model": model, "fp8": manager}, checkpoint_id=checkpoint)
     manager._tested = model
     return manager
 
 
-@pytest.mark.parametrize(
-    ("kind", "parallel"), [("delayed", "fsdp2 --fp8-all-gather"), ("current", "none --override *.qkv=high")]
-)
-def test_a_checkpoint_is_exported_as_the_job_would_export_it(tmp_path: Path, kind: str, parallel: str) -> None:
-    """Of other recipes and wrappers: tests/files/test_certificate.py."""
-    command, high = (ALONE if parallel.startswith("none") else RANKS), "*.qkv=high" in parallel
-    checkpoint = _job(tmp_path / "run", command, "--recipe", kind, "--parallel", *parallel.split())
-    out = tmp_path / "out"
-    assert main(["export", str(checkpoint), "--out", str(out), "--format", NATIVE[kind]]) == 0
-    manager = _inside(checkpoint, kind, overrides={"*.qkv": "high"} if high else None)
-    assert tensor_bits(read(out)) == tensor_bits(dict(fp8dist.exported(manager, format=NATIVE[kind])))
-    names = {"attention_out", "mlp_in", "mlp_out", *([] if high else ["qkv"])}
-    assert served(read(out)).keys() == {f"blocks.0.{name}" for name in names}
+def test_a_checkpoint_is_exported_as_the_job_would_export_it(tmp_path: Path) -> None:
+    """Of other recipes and wrappers: test_verify.py and tests/files/test_certificate.py."""
+    checkpoint, out = _job(tmp_path / "run", RANKS, "--parallel", "fsdp2", "--fp8-all-gather"), tmp_path / "out"
+    assert main(["export", str(checkpoint), "--out", str(out)]) == 0
+    assert tensor_bits(read(out)) == tensor_bits(dict(fp8dist.exported(_inside(checkpoint))))
+    assert served(read(out)).keys() == {f"blocks.0.{name}" for name in ("attention_out", "mlp_in", "mlp_out", "qkv")}
 
 
 class _Noted(nn.Linear):
