@@ -627,28 +627,6 @@ def test_steps_that_repeat_or_go_back_are_said_once(
     assert [e["resumed_after"] for e in read(tmp_path, "events") if e["kind"] == "start"] == [None, *undone]
 
 
-@on_ranks(2)
-def test_a_check_after_a_load_begins_anew(tmp_path: Path) -> None:
-    """A program that goes back in a run loads, and may check before it logs: what it had saved was not compared."""
-    job = Job(tmp_path, wrap=DistributedDataParallel)
-    with captured_log() as log, job.recorder as recorder:
-        for step in range(1, 6):
-            job.step(step)
-            recorder.log(step)
-            if step == 3:
-                recorder.event("saved", step, path="here")
-                state = job.manager.state_dict()
-        job.manager.load_state_dict(state)
-        job.manager.check()
-        job.step(4)
-        recorder.log(4)
-    assert ["given step 4 after step 5" in text for _, text in log] == [True] * (dist.get_rank() == 0)
-    dist.barrier()
-    assert [(event["kind"], event["step"]) for event in read(tmp_path, "events")] == [
-        *(("start", 0), ("saved", 3), ("start", 3), ("checked", 3), ("end", 4))
-    ]
-
-
 def test_steps_that_run_ahead_of_the_optimizer_are_said_once(tmp_path: Path) -> None:
     """A loop may log before the optimizer's step. Steps that a GradScaler skips move it further ahead."""
     for ahead in (0, 1, 2):
@@ -697,10 +675,11 @@ def test_a_step_that_the_scaler_skips_leaves_the_numbers_of_the_one_before(
 
 
 @on_ranks(2)
-def test_a_divergence_is_recorded_with_its_report_and_a_check_when_it_ends(tmp_path: Path) -> None:
-    """Not with the next line of the log: a job may save its checkpoint in between, and be killed."""
-    job = Job(tmp_path, prepared={"check_policy": "warn"}, every=2)
-    with job.recorder, captured_log():
+def test_a_divergence_and_a_load_that_goes_back_are_recorded(tmp_path: Path) -> None:
+    """A check when it ends, not with the next line of the log: a job may save its checkpoint in between, and be killed.
+    A program that goes back in a run loads, and may check before it logs: what it had saved later was not compared."""
+    job = Job(tmp_path, wrap=DistributedDataParallel, prepared={"check_policy": "warn"}, every=2)
+    with captured_log() as log, job.recorder as recorder:
         for step in range(1, 5):
             if step == 3 and job.rank == 1:
                 job.manager.slot("first", "input").set_scale(3.0)
@@ -709,14 +688,21 @@ def test_a_divergence_is_recorded_with_its_report_and_a_check_when_it_ends(tmp_p
             job.step(0)
             if step == 1:
                 job.manager.check()
-                job.recorder.event("saved", 1, path="here")
-            job.recorder.log(step, loss=1.0)
+                recorder.event("saved", 1, path="here")
+                state = job.manager.state_dict()
+            recorder.log(step, loss=1.0)
+        job.manager.load_state_dict(state)
+        job.manager.check()
+        job.step(0)
+        recorder.log(2)
+    assert sum("given step 2 after step 4" in text for _, text in log) == (job.rank == 0)
     dist.barrier()
-    assert kinds(tmp_path) == ["start", "checked", "saved", "diverged", "end"]
-    (event,) = [line for line in read(tmp_path, "events") if line["kind"] == "diverged"]
-    assert event["step"] == 3
-    assert event["report"]["findings"][0]["name"] == "first:input"
-    assert read(tmp_path, "metrics")[-1]["proven"] == 4
+    events = read(tmp_path, "events")
+    assert [(event["kind"], event["step"]) for event in events] == [
+        *(("start", 0), ("checked", 1), ("saved", 1), ("diverged", 3), ("start", 1), ("checked", 1), ("end", 2))
+    ]
+    assert events[3]["report"]["findings"][0]["name"] == "first:input"
+    assert read(tmp_path, "metrics")[3]["proven"] == 4
 
 
 @pytest.mark.parametrize("fp8", [False, True])
