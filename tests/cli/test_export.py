@@ -47,7 +47,7 @@ def _inside(checkpoint: Path) -> Any:
 
 
 def test_a_checkpoint_is_exported_as_the_job_would_export_it(tmp_path: Path) -> None:
-    """Of other recipes and wrappers: test_verify.py and tests/files/test_certificate.py."""
+    """Of other recipes: test_verify.py. Of other wrappers: tests/files/test_export_experts.py."""
     checkpoint, out = _job(tmp_path / "run", RANKS, "--parallel", "fsdp2", "--fp8-all-gather"), tmp_path / "out"
     assert main(["export", str(checkpoint), "--out", str(out)]) == 0
     assert tensor_bits(read(out)) == tensor_bits(dict(fp8dist.exported(_inside(checkpoint))))

@@ -136,7 +136,7 @@ def test_an_export_of_the_job_is_the_checkpoint(
     tmp_path: Path, capsys: Capture, recipe: str, format: str, config: bool
 ) -> None:
     """With the tied weight, which the checkpoint has twice and the export once. The format is that of the served
-    tensors. Of other recipes: tests/files/test_certificate.py."""
+    tensors. Of other recipes: tests/files/test_export_experts.py."""
     made = _made(tmp_path, recipe, format, config)
     for words, reference in ((_verify(made), "checkpoint"), (_by_certificate(made), f"served/{CERTIFICATE}")):
         text = _says(capsys, CONSISTENT, words)

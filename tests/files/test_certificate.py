@@ -1,5 +1,5 @@
-"""The certificate that an export writes: what it says, that it is the same from any number of ranks, and its digests:
-those of the manual, computed by hashlib alone."""
+"""The certificate that an export writes: what it says, and its digests: those of the manual, computed by hashlib
+alone."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
-from fp8dist.cli.main import main
 from fp8dist.errors import CheckpointError
 from fp8dist.files.certificate import Certified, model_digest, read_certificate, sealed
 from fp8dist.files.safetensor_files import DTYPES
 from fp8dist.files.verification import sha256_of
 from tests.files.test_export import trained
 from tests.support.pages import pages
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 from tests.support.serving import NATIVE, RECIPES, read
 from tests.support.sharded import shard, wide
 from tests.support.training import batch, bits
-
-SAME = ("export", "step", "recipes", "config", "tied", "tensors", "model")
 
 
 def certificate_of(folder: Path) -> dict[str, Any]:
@@ -59,13 +55,15 @@ def test_it_describes_the_export(tmp_path: Path) -> None:
     }
 
 
-def _exported(folder: str, recipe: str, parallel: str) -> tuple[int | None, int | None]:
-    """Train three steps with equal batches on all ranks; save a checkpoint, and export. Return what is proved."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "parallel"), [("delayed", "ddp"), ("block", "fsdp2")])
+@on_ranks(2)
+def test_it_says_what_was_proved_and_checked(tmp_path: Path, recipe: str, parallel: str) -> None:
+    """That all else is the same from any number of ranks: test_export_ranks.py. And offline: test_export_experts.py."""
     torch.manual_seed(0)
     model: Any = wide()
-    alone = parallel == "none"
-    manager = fp8dist.prepare(model, RECIPES[recipe], group=None if alone else dist.group.WORLD)
-    called = {"none": lambda m: m, "ddp": DistributedDataParallel, "fsdp2": shard}[parallel](model)
+    manager = fp8dist.prepare(model, RECIPES[recipe], group=dist.group.WORLD)
+    called = DistributedDataParallel(model) if parallel == "ddp" else shard(model)
     optimizer = torch.optim.AdamW(called.parameters(), lr=0.01)
     manager.attach(called, optimizer=optimizer)
     for number in range(3):
@@ -73,33 +71,16 @@ def _exported(folder: str, recipe: str, parallel: str) -> tuple[int | None, int 
         optimizer.step()
         optimizer.zero_grad()
     manager.check()
-    fp8dist.export(manager, Path(folder, parallel), called, format=NATIVE[recipe])
-    if not alone:
-        dist.barrier()
-        dcp.save({"model": model, "fp8": manager}, checkpoint_id=Path(folder, "checkpoint"))
-    return manager.verified.proven_step, manager.verified.checked_step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "parallel"), [("delayed", "ddp"), ("block", "fsdp2")])
-def test_two_ranks_one_rank_and_the_offline_export(
-    two_ranks: RankPool, tmp_path: Path, recipe: str, parallel: str
-) -> None:
-    _exported(str(tmp_path), recipe, "none")
-    ((proven, checked), *others) = two_ranks.run(_exported, str(tmp_path), recipe, parallel)
-    assert others == [(proven, checked)]
-    alone, found = certificate_of(tmp_path / "none"), certificate_of(tmp_path / parallel)
+    fp8dist.export(manager, tmp_path / "out", called, format=NATIVE[recipe])
+    dist.barrier()
+    found = certificate_of(tmp_path / "out")
+    proven, checked = manager.verified.proven_step, manager.verified.checked_step
     assert (found["ranks"], found["proven"], found["checked"]) == (2, proven, checked)
     assert proven == (3 if recipe == "delayed" else None)  # Other recipes keep no state.
     assert checked == (None if parallel == "fsdp2" else 3)
     last = found["last_check"]
     assert (last["step"], "parameter" in last["compared"]) == (3, parallel != "fsdp2")
     assert list(last["unverified"]) == (["parameter"] if parallel == "fsdp2" else [])
-    checkpoint, offline = str(tmp_path / "checkpoint"), tmp_path / "offline"
-    assert main(["export", checkpoint, "--out", str(offline), "--format", NATIVE[recipe]]) == 0
-    for each in (found, certificate_of(offline)):
-        assert {key: each[key] for key in SAME} == {key: alone[key] for key in SAME}
-    assert main(["verify", checkpoint, str(tmp_path / parallel)]) == 0
 
 
 PAGE = pages()["docs/design/formats.md"]

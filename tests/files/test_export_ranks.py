@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,10 @@ from tests.support.training import batch, bits
 pytestmark = pytest.mark.slow
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+CERTIFICATE = "fp8dist-certificate.json"
+SAME = ("export", "step", "recipes", "config", "tied", "tensors", "model")
+"""Fields of a certificate that any number of ranks writes alike."""
 
 
 class Tail(nn.Module):
@@ -65,15 +71,16 @@ def _train(called: nn.Module, manager: Any, optimizer: Any, steps: range) -> Non
 
 @pytest.fixture
 def expected(request: pytest.FixtureRequest, tmp_path: Path) -> Tensors:
-    """What one process exports after training. Its weights and FP8 state are saved in ``tmp_path``."""
+    """What one process exports after training. Its weights and FP8 state, and its certificate, are in ``tmp_path``."""
     recipe = request.getfixturevalue("recipe") if "recipe" in request.fixturenames else "delayed"
-    saved, tensors = _reference(recipe)
+    saved, certificate, tensors = _reference(recipe)
     (tmp_path / "saved").write_bytes(saved)
+    (tmp_path / "certificate").write_bytes(certificate)
     return tensors
 
 
 @cache
-def _reference(recipe: str) -> tuple[bytes, Tensors]:
+def _reference(recipe: str) -> tuple[bytes, bytes, Tensors]:
     model, manager = _prepared(recipe, "none")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     manager.attach(optimizer=optimizer)
@@ -82,7 +89,9 @@ def _reference(recipe: str) -> tuple[bytes, Tensors]:
     torch.save((model.state_dict(), manager.state_dict()), saved)
     tensors = exported(manager, format=NATIVE[recipe])
     assert served(tensors) == as_bits(multiplied(model, batch(0, 9)[0]))
-    return saved.getvalue(), tensor_bits(tensors)
+    with tempfile.TemporaryDirectory() as folder:
+        fp8dist.export(manager, Path(folder, "out"), format=NATIVE[recipe])
+        return saved.getvalue(), Path(folder, "out", CERTIFICATE).read_bytes(), tensor_bits(tensors)
 
 
 def _resumed(folder: Path, recipe: str, parallel: str) -> tuple[nn.Module, Any]:
@@ -114,6 +123,8 @@ def _assert_exported(folder: Path, recipe: str, parallel: str, expected: Tensors
     fp8dist.export(manager, out, called, format=NATIVE[recipe], shard_bytes=100_000)
     dist.barrier()  # Under DDP only one rank writes, and others do not wait.
     assert tensor_bits(read(out)) == expected
+    found, alone = (json.loads(path.read_text()) for path in (out / CERTIFICATE, folder / "certificate"))
+    assert {key: found[key] for key in SAME} == {key: alone[key] for key in SAME}
 
 
 def _layouts(*parallels: str) -> list[tuple[str, str]]:
