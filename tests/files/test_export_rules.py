@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8dist
-from tests.support.serving import RECIPES, read
-from tests.support.training import batch
+from tests.files.test_export import trained
+from tests.support.serving import read
 
 E4M3, F32 = torch.float8_e4m3fn, torch.float32
 
@@ -191,13 +191,8 @@ class Part(nn.Module):
 
 
 def _served(folder: Path, recipe: str, format: str, mixed: bool) -> Served:
-    model = Part()
-    overrides: dict[str, Any] = {"up_proj": fp8dist.CurrentScaling()} if mixed else {}
-    manager = fp8dist.prepare(model, RECIPES[recipe], overrides=overrides)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    manager.attach(optimizer=optimizer)
-    model(batch(0, 0)[0]).square().mean().backward()
-    optimizer.step()
+    overrides = {"up_proj": fp8dist.CurrentScaling()} if mixed else {}
+    model, manager, _ = trained(recipe, 1, Part(), overrides=overrides)
     manager.set_precision("down_proj", "high")
     fp8dist.export(manager, folder, format=format)
     config = json.loads((folder / "config.json").read_text())
