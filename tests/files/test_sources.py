@@ -40,6 +40,7 @@ from fp8dist.files.sources import open_source
 from tests.support import forked
 from tests.support.pickles import HOSTILE, LEGACY_HEAD, Call
 from tests.support.ranks import on_ranks
+from tests.support.serving import tensor_bits
 from tests.support.states import saved_of
 
 TENSORS = {
@@ -53,10 +54,6 @@ TENSORS = {
     "scalar": torch.tensor(2.5, dtype=torch.float64),
     "true": torch.tensor([True, False]),
 }
-
-
-def _bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    return tensor.dtype, tuple(tensor.shape), tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _all(path: Path | str) -> dict[str, Tensor]:
@@ -75,9 +72,7 @@ def _all(path: Path | str) -> dict[str, Tensor]:
 
 
 def _same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        assert _bits(found[name]) == _bits(tensor), name
+    assert tensor_bits(found) == tensor_bits(expected)
 
 
 def _refused(path: Path | str, *texts: str) -> str:

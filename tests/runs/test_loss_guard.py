@@ -13,6 +13,7 @@ import statistics
 import weakref
 from collections.abc import Callable
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -333,13 +334,6 @@ def local_bits(value: Any) -> Any:
     return bits(value.to_local() if isinstance(value, DTensor) else value) if isinstance(value, Tensor) else value
 
 
-class Wrapped:
-    """Wraps an optimizer as Accelerate does."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-
 class Around(Optimizer):
     """Steps another optimizer inside its own step, as Lookahead does, and then changes the parameters itself."""
 
@@ -519,7 +513,8 @@ def test_an_alarm_is_for_one_step() -> None:
     ("options", "order"),
     [
         pytest.param({}, "forward observe zero backward step", id="observe before backward"),
-        pytest.param({"given": Wrapped}, USUAL, id="a wrapped optimizer"),
+        # As Accelerate does.
+        pytest.param({"given": lambda of: SimpleNamespace(optimizer=of)}, USUAL, id="a wrapped optimizer"),
         pytest.param({"compiled": True}, USUAL, id="compiled", marks=pytest.mark.slow),
         pytest.param({"fp8": True}, USUAL, id="FP8"),
         pytest.param({"fp8": True, "scale": 64.0}, USUAL, id="FP8 with GradScaler"),

@@ -24,13 +24,9 @@ def scales(a: float, b: float = 1.0) -> list[SlotStatistics]:
     return [SlotStatistics(A, 1.0, a), SlotStatistics(B, 1.0, b)]
 
 
-def refuse(constant: str) -> Any:
-    raise AssertionError(f"{constant} is not JSON")
-
-
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the parsed lines. Reject NaN and Infinity, which Python's JSON reader accepts and others do not."""
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
 def test_a_line_per_slot_and_observation(tmp_path: Path) -> None:
