@@ -393,9 +393,7 @@ def test_a_planted_value_has_its_microbatch(kind: type[Net], value: float) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wrapper", "value"), [("ddp", OUTLIER), ("ddp with the hook", math.nan), ("fsdp2", OUTLIER), ("fsdp2", math.nan)]
-)
+@pytest.mark.parametrize(("wrapper", "value"), [("ddp", OUTLIER), ("ddp with the hook", math.nan), ("fsdp2", math.nan)])
 @on_ranks(2)
 def test_rank_and_microbatch_under_a_wrapper(wrapper: str, value: float) -> None:
     rank, mesh, sharded = dist.get_rank(), mesh_of((2,), ("dp",)), wrapper == "fsdp2"
