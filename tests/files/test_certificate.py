@@ -66,17 +66,18 @@ def test_it_says_what_was_proved_and_checked(tmp_path: Path, recipe: str, parall
     called = DistributedDataParallel(model) if parallel == "ddp" else shard(model)
     optimizer = torch.optim.AdamW(called.parameters(), lr=0.01)
     manager.attach(called, optimizer=optimizer)
-    for number in range(3):
+    for number in range(4):
+        if number == 3:
+            manager.check()
         called(batch(0, number)[0]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    manager.check()
     fp8dist.export(manager, tmp_path / "out", called, format=NATIVE[recipe])
     dist.barrier()
     found = certificate_of(tmp_path / "out")
     proven, checked = manager.verified.proven_step, manager.verified.checked_step
     assert (found["ranks"], found["proven"], found["checked"]) == (2, proven, checked)
-    assert proven == (3 if recipe == "delayed" else None)  # Other recipes keep no state.
+    assert proven == (4 if recipe == "delayed" else None)  # Other recipes keep no state.
     assert checked == (None if parallel == "fsdp2" else 3)
     last = found["last_check"]
     assert (last["step"], "parameter" in last["compared"]) == (3, parallel != "fsdp2")
