@@ -62,9 +62,9 @@ class Terminal:
     def type(self, *keys: str) -> None:
         self.ask("send-keys", *keys)
 
-    def shows(self, condition: Callable[[str], bool], timeout: float = 30) -> str:
+    def shows(self, condition: Callable[[str], bool]) -> str:
         """Wait until the terminal shows something. Return what it shows."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + 30
         while not condition(text := self.ask("capture-pane", "-p")):
             assert time.monotonic() < end, text
             time.sleep(0.05)

@@ -14,6 +14,8 @@ ROLES = ("grad_output", "input", "weight")
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 GOOD = 300
 """The last good step of the planted divergence."""
+EVERY, RANKS = 10, 4
+"""Steps between observations; ranks of the job."""
 
 
 def lines(path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
@@ -37,7 +39,7 @@ def _format(slot: str) -> str:
     return "e5m2" if slot.endswith("grad_output") else "e4m3"
 
 
-def header(modules: list[str], ranks: int = 4, /, **more: Any) -> dict[str, Any]:
+def header(modules: list[str], /, **more: Any) -> dict[str, Any]:
     """Return run.json."""
     slots = [f"{module}:{role}" for module in modules for role in ROLES]
     gemms = dict.fromkeys(("fprop", "dgrad", "wgrad"), "fp8")
@@ -49,8 +51,8 @@ def header(modules: list[str], ranks: int = 4, /, **more: Any) -> dict[str, Any]
         "format": "fp8dist run",
         "version": 1,
         "started": 1.7e9,
-        "ranks": ranks,
-        "hosts": [f"node{rank // 2}" for rank in range(ranks)],
+        "ranks": RANKS,
+        "hosts": [f"node{rank // 2}" for rank in range(RANKS)],
         "device": "NVIDIA H200",
         "precision": "fp8",
         "recipe": "DelayedScaling(history_len=16)",
@@ -67,39 +69,36 @@ def made_run(
     folder: Path,
     *,
     steps: int = 400,
-    every: int = 10,
     layers: int = 3,
-    ranks: int = 4,
-    seed: int = 0,
     change: Callable[[int, str, dict[str, Any]], Any] = lambda step, slot, line: None,
 ) -> Path:
     """Write a run with an outlier, a NaN, a fallback, a spike, a resume, checkpoints and a divergence. ``change``: gets
     (step, slot, line) of each line of scales.jsonl, and may change the line."""
     folder.mkdir(parents=True)
     modules = module_names(layers)
-    (folder / "run.json").write_text(json.dumps(header(modules, ranks)))
-    rng = np.random.default_rng(seed)
-    lines(folder / "metrics.jsonl", (_step(step, every, rng) for step in range(1, steps + 1)))
-    lines(folder / "scales.jsonl", _observations(modules, range(every, steps + 1, every), ranks, rng, change))
+    (folder / "run.json").write_text(json.dumps(header(modules)))
+    rng, due = np.random.default_rng(0), range(EVERY, steps + 1, EVERY)
+    lines(folder / "metrics.jsonl", (_step(step, rng) for step in range(1, steps + 1)))
+    lines(folder / "scales.jsonl", _observations(modules, due, rng, change))
     waits = (
         {
             "step": step,
             "time": 1.7e9 + step,
-            "ranks": list(range(ranks)),
-            "sync_wait_ms": [0.3 if rank == 2 else float(rng.uniform(8, 12)) for rank in range(ranks)],
-            "step_ms": [float(rng.uniform(300, 310)) for _ in range(ranks)],
+            "ranks": list(range(RANKS)),
+            "sync_wait_ms": [0.3 if rank == 2 else float(rng.uniform(8, 12)) for rank in range(RANKS)],
+            "step_ms": [float(rng.uniform(300, 310)) for _ in range(RANKS)],
         }
-        for step in range(every, steps + 1, every)
+        for step in due
     )
     lines(folder / "ranks.jsonl", waits)
     lines(folder / "events.jsonl", _events(steps, modules))
     return folder
 
 
-def _step(step: int, every: int, rng: Any) -> dict[str, Any]:
+def _step(step: int, rng: Any) -> dict[str, Any]:
     loss = 2.5 + 3 * math.exp(-step / 80) + float(rng.normal(0, 0.02)) + (3.0 if step == 212 else 0.0)
     due: dict[str, Any] = {}
-    if step % every == 0:
+    if step % EVERY == 0:
         counts = {"cold_slots": 0, "nonfinite_amaxes": int(step >= 210), "fallbacks": int(step >= 211)}
         checked = step // 100 * 100 or None
         due = {"proven": min(step - 1, 349), "checked": None if checked is None else min(checked, GOOD), **counts}
@@ -114,7 +113,7 @@ def _step(step: int, every: int, rng: Any) -> dict[str, Any]:
     }
 
 
-def _observations(modules: list[str], steps: Iterable[int], ranks: int, rng: Any, change: Any) -> Iterable[Any]:
+def _observations(modules: list[str], steps: Iterable[int], rng: Any, change: Any) -> Iterable[Any]:
     for step in steps:
         for place, (module, role) in enumerate((module, role) for module in modules for role in ROLES):
             slot = f"{module}:{role}"
@@ -132,7 +131,7 @@ def _observations(modules: list[str], steps: Iterable[int], ranks: int, rng: Any
                 "saturated": 0.004 if outlier else 0.0,
                 "underflow": float(np.float32(lost * rng.uniform(0.5, 1.0))),
                 **{
-                    f"{name}_rank": 0 if role == "weight" else 3 if place % 5 == 0 else int(rng.integers(ranks))
+                    f"{name}_rank": 0 if role == "weight" else 3 if place % 5 == 0 else int(rng.integers(RANKS))
                     for name in ("amax", "saturated", "underflow")
                 },
                 **{f"{name}_microbatch": int(rng.integers(4)) for name in ("amax", "saturated", "underflow")},
