@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8dist_kernels.reference import blocks as plain
 from fp8dist_kernels.triton import blocks as fused
 from tests.support import fp8_oracle
-from tests.support.casting import FORMATS, LAYOUTS, assert_same, hard_values, poison
+from tests.support.casting import FORMAT_OF, FORMATS, LAYOUTS, assert_same, hard_values, poison
 from tests.support.counted import Operations
 from tests.support.devices import DEVICE
 from tests.support.gemms import assert_operand, numbers
@@ -36,9 +36,8 @@ def compare(x: Tensor, dtype: torch.dtype, block: Any, **options: Any) -> None:
 
 
 def check(got: tuple[Tensor, ...], x: Tensor, block: Any, dtype: torch.dtype, power_of_two: bool) -> None:
-    format = fp8_oracle.E4M3 if dtype is torch.float8_e4m3fn else fp8_oracle.E5M2
     for (copy, scales), source in zip((got[:2], got[2:]), (x, x.t())):
-        expected = fp8_oracle.cast(numbers(source), format, block or (1, source.shape[1]), power_of_two)
+        expected = fp8_oracle.cast(numbers(source), FORMAT_OF[dtype], block or (1, source.shape[1]), power_of_two)
         assert_operand(copy, scales, expected, "rows" if source is x else "columns")
 
 

@@ -98,7 +98,7 @@ def test_what_is_counted_is_what_the_cast_does(version: Any, dtype: torch.dtype)
     for scale in (1.0, 0.25, 8.0):
         given = torch.cat([x[:, : len(ends)] / scale, x[:, len(ends) :]], 1)
         scaled = (given * scale).flatten().tolist()
-        lost = sum(value != 0 and rounded(value, dtype) == 0 for value in scaled)
+        lost = sum(value != 0 and result == 0 for value, result in zip(scaled, rounded(scaled, dtype)))
         cut_off = sum(abs(value) > most for value in scaled)
         got = measured(version, given, torch.tensor(1 / scale, device=DEVICE), dtype, WHOLE)
         assert got == [float32(cut_off / len(scaled)), float32(lost / len(scaled))]
@@ -175,13 +175,6 @@ def test_the_op(backend: str) -> None:
             assert array[0].tolist() == [-1.0, wanted[0], -1.0, -1.0, -1.0]
             assert array[1].tolist() == [-1.0, -1.0, -1.0, wanted[1], -1.0]
     assert called.call_count == (DEVICE == "cpu" and backend in ("auto", "torch"))
-
-
-@pytest.mark.slow
-def test_the_op_is_one_for_torch() -> None:
-    array = torch.full((2, 5), -1.0, device=DEVICE)
-    given = (hard_values(33, 48), torch.rand(33, 1, device=DEVICE), E4M3, array[0, 1], array[1, 3])
-    torch.library.opcheck(ops.measure, given, {"block": [1, 48]})
 
 
 def test_the_memory_of_a_tensor_that_was_measured_can_be_freed() -> None:

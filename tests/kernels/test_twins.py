@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from fp8dist_kernels.reference import blocks, casts, grouped_casts, magnitude, mx, shares, wire
@@ -22,6 +24,7 @@ from fp8dist_kernels.triton import version_of
 from tests.support.casting import DTYPES, FORMATS, LAYOUTS, assert_same, hard_values, poison
 from tests.support.devices import DEVICE
 from tests.support.grouped import ends, slots_of
+from tests.support.interpreter import convert_float_upstream
 from tests.support.suite import NIGHTLY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
@@ -277,6 +280,13 @@ def test_offsets_beyond_32_bits(op: Op) -> None:
         far.copy_(op.make(*shape, turn, True))
         near = far.clone()
         assert_same(op.run(True, far, FORMATS[0], turn), op.run(False, near, FORMATS[0], turn))
+
+
+def test_upstreams_interpreter_still_converts_wrongly() -> None:
+    """It loses the carry of a mantissa. If this fails, Triton has fixed it: delete ``convert_float``."""
+    numbers = torch.tensor([31.9, 17.0, 19.0])
+    got = convert_float_upstream(numbers.numpy(), tl.float32, tl.float8e4nv, None)
+    assert (got.view(np.uint8) != numbers.to(FORMATS[0]).view(torch.uint8).numpy()).any()
 
 
 def test_the_inputs_are_hard() -> None:
