@@ -30,7 +30,7 @@ from tests.support.suite import NIGHTLY
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
 
 SHAPES = ((1, 16), (33, 80), (130, 272), (17, 3), (0, 32))
-FAR = (((3, 16), (2**30, 1)), ((260, 16), (2**23, 1)), ((16, 257), (1, 2**23)))
+FAR = (((3, 16), (2**30, 1)), ((130, 16), (2**24, 1)), ((16, 130), (1, 2**24)))
 """Shapes and strides with offsets beyond 32 bits, in a tile and between tiles."""
 
 BOTH: dict[str, Any] = {"rows": True, "columns": True}

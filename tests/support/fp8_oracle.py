@@ -49,11 +49,6 @@ class FP8:
         """The smallest number above 0, which is the spacing of subnormal numbers."""
         return self.decode(1)
 
-    @property
-    def unit_roundoff(self) -> float:
-        """The largest relative error of rounding a normal number to nearest."""
-        return 2.0 ** -(self.mantissa_bits + 1)
-
     def encode(self, x: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         """Return the codes of float numbers: to nearest, ties to even, saturating. Keeps the sign of 0. NaN becomes
         0x7F."""
