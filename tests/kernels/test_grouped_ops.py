@@ -1,4 +1,4 @@
-"""Grouped casts and products: their grids, and that Triton's path never reads offsets on the host."""
+"""The grouped ops: what torch.compile sees of them, and that Triton's path never reads offsets on the host."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8dist_kernels import direct, grouped_ops, ops
 from fp8dist_kernels.reference import grouped_casts as plain_casts
 from fp8dist_kernels.reference import grouped_matmuls as plain_matmuls
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound
@@ -16,7 +17,9 @@ from fp8dist_kernels.reference.matmuls import Scaling
 from fp8dist_kernels.reference.scaled_grouped import clear_tail, multiply_grouped_torch
 from fp8dist_kernels.triton import grouped_casts, grouped_matmuls
 from fp8dist_kernels.triton.groups import tiles_bound
-from tests.support.grouped import slots_of
+from tests.support.casting import hard_values
+from tests.support.devices import DEVICE
+from tests.support.grouped import ends, slots_of
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 CAST: dict[str, Any] = {"record": True, "just_in_time": True, "margin": 0, "power_of_two": True}
@@ -75,3 +78,25 @@ def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in run(plain_casts, plain_matmuls):
         with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
             call()
+
+
+@pytest.mark.long
+def test_opcheck() -> None:
+    x, offsets = hard_values(32, K, finite=True).bfloat16(), ends((20, 0, 7), DEVICE)
+    weight = hard_values(GROUPS * N, K, 3, finite=True).bfloat16().view(GROUPS, N, K)
+    check, lines = torch.library.opcheck, {"power_of_two": False, **BOTH}
+    for given in ((x, offsets), (weight, None)):
+        for rows in (True, False):
+            options = {**CAST, "rows": rows, "columns": True}
+            check(grouped_ops.quantize_grouped, (*given, *slots_of(GROUPS), E4M3), options)
+    for in_blocks in (True, False):
+        check(grouped_ops.quantize_grouped_lines, (x, offsets, E4M3), {"in_blocks": in_blocks, **lines})
+    for block in ([1, 128], [128, 128]):
+        check(ops.quantize_blocks, (weight, E4M3), {"block": block, **lines})
+    rows_of_x, columns, inv = direct.quantize_grouped(x, offsets, *slots_of(GROUPS), E4M3, **CAST, **BOTH)
+    of_w, _, inv_w = direct.quantize_grouped(weight, None, *slots_of(GROUPS), E4M3, **CAST, **BOTH)
+    product: Any = {"kwargs": {"fast_accumulation": False}}
+    # No allclose of FP8.
+    product["test_utils"] = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    check(grouped_ops.matmul_grouped, (rows_of_x, of_w, inv, inv_w, offsets, BF16), **product)
+    check(grouped_ops.matmul_grouped_columns, (columns, columns, inv, inv, offsets, BF16), **product)

@@ -177,6 +177,13 @@ def test_the_op(backend: str) -> None:
     assert called.call_count == (DEVICE == "cpu" and backend in ("auto", "torch"))
 
 
+@pytest.mark.slow
+def test_the_op_is_one_for_torch() -> None:
+    array = torch.full((2, 5), -1.0, device=DEVICE)
+    given = (hard_values(33, 48), torch.rand(33, 1, device=DEVICE), E4M3, array[0, 1], array[1, 3])
+    torch.library.opcheck(ops.measure, given, {"block": [1, 48]})
+
+
 def test_the_memory_of_a_tensor_that_was_measured_can_be_freed() -> None:
     """FSDP2 frees gathered weights by resizing their memory; torch refuses that once numpy has seen it."""
     x, places = torch.randn(16, 16), torch.full((2,), -1.0)

@@ -16,6 +16,7 @@ import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import CheckpointError
 from tests.support.states import state_of
+from tests.support.suite import crossed
 
 OLD: dict[str, Any] = {"history_len": 4, "margin": 1, "amax_algo": "max", "format": "hybrid", "power_of_two": False}
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -75,8 +76,7 @@ def _expected(manager: StateManager, recipe: dict[str, Any], fqn: str, role: str
     return _scale(amax, role, recipe)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("by_file", [False, True])
+@crossed(change=CHANGES, by_file=[False, True])
 def test_another_recipe_is_refused_or_has_its_own_scales(
     old: StateManager, change: str, by_file: bool, tmp_path: Path
 ) -> None:

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
-from fp8dist_kernels import direct, grouped_ops, ops
+from fp8dist_kernels import ops
 from fp8dist_kernels.arrays import StateArrays, UpdateRule
 from fp8dist_kernels.reference.rings import RingShape
-from tests.support.grouped import ends, slots_of
 from tests.support.linear import BACKENDS, E4M3, E5M2, NONE, inputs
 
 pytestmark = pytest.mark.slow
@@ -36,24 +34,22 @@ def slot(scale: float = 2.0, cold: bool = False) -> tuple[Tensor, Tensor, Tensor
     ],
 )
 def test_quantize(dtype: torch.dtype, scale: float, cold: bool, options: dict[str, Any]) -> None:
-    opcheck(ops.quantize, (inputs(5, 32), *slot(scale, cold), dtype), {**SCALING, **BOTH, **options})
+    torch.library.opcheck(ops.quantize, (inputs(5, 32), *slot(scale, cold), dtype), {**SCALING, **BOTH, **options})
 
 
-def test_amaxes_scales_and_shares() -> None:
-    opcheck(ops.observe, (inputs(5, 32), torch.tensor(NONE)))
+def test_amaxes_and_scales() -> None:
+    torch.library.opcheck(ops.observe, (inputs(5, 32), torch.tensor(NONE)))
     for amax in (torch.tensor(3.0), None):
-        opcheck(ops.choose_scale, (amax, *slot(cold=True), E4M3), {"record": True, **SCALING})
-    array = torch.full((2, 5), NONE)
-    opcheck(ops.measure, (inputs(33, 48), torch.rand(33, 1), E4M3, array[0, 1], array[1, 3]), {"block": [1, 48]})
+        torch.library.opcheck(ops.choose_scale, (amax, *slot(cold=True), E4M3), {"record": True, **SCALING})
 
 
 def test_casts_with_many_scales() -> None:
     given = (inputs(5, 32), E4M3)
     for columns in (False, True):
         keywords = {"power_of_two": False, "rows": True, "columns": columns}
-        opcheck(ops.quantize_rowwise, given, keywords, **WITHOUT_FP8_COMPARISON)
+        torch.library.opcheck(ops.quantize_rowwise, given, keywords, **WITHOUT_FP8_COMPARISON)
         for block in ((1, 128), (128, 128)):
-            opcheck(ops.quantize_blocks, given, {"block": block, **keywords}, **WITHOUT_FP8_COMPARISON)
+            torch.library.opcheck(ops.quantize_blocks, given, {"block": block, **keywords}, **WITHOUT_FP8_COMPARISON)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -62,7 +58,7 @@ def test_products(op: Any, backend: str) -> None:
     one = torch.tensor(1.0)
     tokens, result = (5, torch.bfloat16) if op is ops.matmul else (16, inputs(16, 16))
     given = (inputs(tokens, 32).to(E5M2), inputs(16, 32).to(E4M3), one, one, result)
-    opcheck(op, given, {"fast_accumulation": False, "backend": backend}, **WITHOUT_FP8_COMPARISON)
+    torch.library.opcheck(op, given, {"fast_accumulation": False, "backend": backend}, **WITHOUT_FP8_COMPARISON)
 
 
 def test_a_compiled_graph_adds_to_a_buffer() -> None:
@@ -81,26 +77,6 @@ def test_a_compiled_graph_adds_to_a_buffer() -> None:
 
 def test_launch_and_commit() -> None:
     arrays = list(StateArrays.allocate([448.0] * 3, [464.0] * 3, RingShape(4), torch.device("cpu")))
-    opcheck(ops.launch, (arrays, None), {"drop_nonfinite": False})
+    torch.library.opcheck(ops.launch, (arrays, None), {"drop_nonfinite": False})
     rule = UpdateRule(4, 0, False, True, "max")._asdict()
-    opcheck(ops.commit, (arrays, torch.zeros(11, dtype=torch.int32), None), rule)
-
-
-@pytest.mark.long
-def test_grouped_ops() -> None:
-    x, offsets = inputs(32, 48).bfloat16(), ends((20, 0, 7), "cpu")
-    weight = inputs(3 * 32, 48).bfloat16().view(3, 32, 48)
-    cast, lines = {"record": True, **SCALING}, {"power_of_two": False, **BOTH}
-    for given in ((x, offsets), (weight, None)):
-        for rows in (True, False):
-            options = {**cast, "rows": rows, "columns": True}
-            opcheck(grouped_ops.quantize_grouped, (*given, *slots_of(3, "cpu"), E4M3), options)
-    for in_blocks in (True, False):
-        opcheck(grouped_ops.quantize_grouped_lines, (x, offsets, E4M3), {"in_blocks": in_blocks, **lines})
-    for block in ([1, 128], [128, 128]):
-        opcheck(ops.quantize_blocks, (weight, E4M3), {"block": block, **lines})
-    rows_of_x, columns, inv = direct.quantize_grouped(x, offsets, *slots_of(3, "cpu"), E4M3, **cast, **BOTH)
-    of_w, _, inv_w = direct.quantize_grouped(weight, None, *slots_of(3, "cpu"), E4M3, **cast, **BOTH)
-    product: Any = {"kwargs": {"fast_accumulation": False}, **WITHOUT_FP8_COMPARISON}
-    opcheck(grouped_ops.matmul_grouped, (rows_of_x, of_w, inv, inv_w, offsets, torch.bfloat16), **product)
-    opcheck(grouped_ops.matmul_grouped_columns, (columns, columns, inv, inv, offsets, torch.bfloat16), **product)
+    torch.library.opcheck(ops.commit, (arrays, torch.zeros(11, dtype=torch.int32), None), rule)
