@@ -30,7 +30,6 @@ SHAPES = (  # Each pair of sizes occurs; wide ones.
     *((m, COLUMNS[(i + j) % 3], k) for i, m in enumerate((1, 17, 129)) for j, k in enumerate((16, 80, 144, 272))),
     *((200, 272, 272), (130, 528, 16)),
 )
-RAGGED = ((129, 144, 272), (17, 48, 80), (1, 16, 16))
 TILES = (
     Tile(rows=64, columns=32, depth=128, warps=4, stages=2, group=2),
     Tile(rows=64, columns=128, depth=128, warps=4, stages=3, group=1),
@@ -83,16 +82,6 @@ def test_every_shape_is_exact_where_sums_are(scaling: Scaling, fast: bool) -> No
         a, b, *scales = given.operands
         b = _sideways(b) if index % 5 == 1 else b
         _assert_exact(matmul_with(tile, a, b, *scales, out_dtype, fast, given.bias), given, out_dtype)
-
-
-@pytest.mark.usefixtures("_poisoned")
-@SCALINGS
-def test_ragged_shapes_are_exact_where_sums_are(scaling: Scaling) -> None:
-    for (m, n, k), pair, out_dtype in zip(RAGGED, PAIRS, OUT_DTYPES):
-        given = small_integers(m, n, k, scaling, pair, biased=True)
-        a, b, *scales = given.operands
-        _assert_exact(matmul(a, b, *scales, out_dtype, False, given.bias), given, out_dtype)
-        _assert_exact(matmul(a, _sideways(b), *scales, out_dtype, True, given.bias), given, out_dtype)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def _check(result: Tensor, values: list[float], scale: float, dtype: torch.dtype
     """Finite values saturate even if their product with the scale overflows; Inf and NaN become NaN."""
     products = np.array([float32(value * scale) for value in values])
     finite = np.isfinite(values)
-    expected = rounded(np.where(finite, products.clip(-FLOAT32_MAX, FLOAT32_MAX), np.nan), dtype).tolist()
+    expected = rounded(np.where(finite, products.clip(-oracle.FLOAT32_MAX, oracle.FLOAT32_MAX), np.nan), dtype).tolist()
     for found, right, value in zip(result.float().flatten().tolist(), expected, values, strict=True):
         assert repr(found) == repr(right), f"{value!r} * {scale!r}"
 

@@ -54,11 +54,6 @@ def expected(x: Tensor, scales: Sequence[Sequence[float]], dtype: torch.dtype, b
     return [divide(float32(cut_off), float32(x.numel())), divide(float32(lost), float32(x.numel()))]
 
 
-def test_limits() -> None:
-    for dtype in FORMATS:
-        assert shares.limits(dtype) == (MOST[dtype], LEAST[dtype])
-
-
 @pytest.mark.slow
 @VERSIONS
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)

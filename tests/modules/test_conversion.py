@@ -135,13 +135,3 @@ def test_a_callable_reduces_the_windows(old: StateManager) -> None:
     job.manager.load_state_dict(old.state_dict(), convert=True)
     amax = old.slot("0", "input").amax_history.numpy()[1]
     assert job.manager.slot("0", "input").scale.item() == _scale(amax, "input", OLD)
-
-
-def test_training_goes_on_by_the_new_recipe(old: StateManager) -> None:
-    job = Job(margin=0)
-    new = job.manager
-    new.load_state_dict(old.state_dict(), convert=True)
-    job.model(torch.full((4, 16), 50.0)).sum().backward()
-    new.step()
-    assert new.slot("0", "input").amax_history.tolist() == [7.5, 6.5, 5.5, 50.0]
-    assert new.slot("0", "input").scale.item() == np.float32(448) / np.float32(50)
