@@ -1,9 +1,9 @@
-"""Casts with many scales, against an oracle; and how Triton launches them."""
+"""Casts with many scales: their layout, those of experts, and how Triton launches them. Their numbers are in
+``tests/modules/test_recipe_values.py``."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -33,21 +33,6 @@ def run(kernels: Any, x: Tensor, dtype: torch.dtype, block: Any, **changes: Any)
 
 def compare(x: Tensor, dtype: torch.dtype, block: Any, **options: Any) -> None:
     assert_same(run(fused, x, dtype, block, **options), run(plain, x, dtype, block, **options))
-
-
-def check(got: tuple[Tensor, ...], x: Tensor, block: Any, dtype: torch.dtype, power_of_two: bool) -> None:
-    format = fp8_oracle.E4M3 if dtype is torch.float8_e4m3fn else fp8_oracle.E5M2
-    for (copy, scales), source in zip((got[:2], got[2:]), (x, x.t())):
-        expected = fp8_oracle.cast(numbers(source), format, block or (1, source.shape[1]), power_of_two)
-        assert_operand(copy, scales, expected, "rows" if source is x else "columns")
-
-
-@KINDS
-@pytest.mark.parametrize(("dtype", "power_of_two"), [*zip(FORMATS, (False, True))])
-def test_numbers_are_those_of_the_oracle(dtype: torch.dtype, block: Any, power_of_two: bool) -> None:
-    x = hard_values(19, 144, finite=True).cpu().bfloat16()
-    x[3, 5], x[4, 7], x[5, 130] = math.nan, -math.inf, 0.0
-    check(run(plain, x, dtype, block, power_of_two=power_of_two), x, block, dtype, power_of_two)
 
 
 def test_shapes_and_strides() -> None:
@@ -88,12 +73,15 @@ def test_weights_of_experts_under_autocast_and_of_none(experts: int) -> None:
         made = run(plain, weight, FORMATS[0], (128, 128))
     assert [tuple(t.shape[1:]) for t in made] == [(130, 48), (2, 1), (48, 144), (1, 2)]
     for expert, part in enumerate(weight):
-        check(tuple(t[expert] for t in made), part, (128, 128), FORMATS[0], False)
+        rows, row_scales, columns, column_scales = (t[expert] for t in made)
+        for copy, scales, source in ((rows, row_scales, part), (columns, column_scales, part.t())):
+            expected = fp8_oracle.cast(numbers(source), fp8_oracle.E4M3, (128, 128), power_of_two=False)
+            assert_operand(copy, scales, expected, f"expert {expert}")
     assert all(len(t) == experts for t in made)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(1, 528), (264, 16), (144, 272)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 528), (264, 16), (33, 272)], ids=str)
 def test_amaxes_of_rows_in_parts(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one row, of several tiles, and in more parts than usual, as of rows of more than 131,072 elements."""
     poison(monkeypatch)

@@ -19,13 +19,13 @@ from torch import Tensor
 from fp8dist.checks.contents import Digester, Key, NamedTensor, TensorContent
 from fp8dist_kernels.reference.content import BLOCK_BYTES, BLOCK_WORDS, ContentDigest, as_bytes, block_count
 from fp8dist_kernels.triton import content as fused
+from tests.support.answers import MASK, mixed, word
 from tests.support.counted import Operations
 from tests.support.devices import DEVICE
 from tests.support.elements import flip
 
 TILE_BYTES = BLOCK_BYTES // 16
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
-MASK = (1 << 64) - 1
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 SMALL = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -35,22 +35,14 @@ DTYPES = [
 ]  # fmt: skip
 
 
-GOLDEN, FOLD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+FOLD = 0xD6E8FEB86659FD93
 Pair = tuple[int, int]
-
-
-def mixed(z: int) -> int:
-    """Return the output of SplitMix64 in this state. With seed 0, its states are the multiples of GOLDEN (Steele, Lea
-    and Flood, "Fast splittable pseudorandom number generators", 2014)."""
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
 
 
 @cache
 def keys() -> Any:
     """Return the keys of lane 0 and lane 1, uint64[2, BLOCK_WORDS]: odd numbers from one stream."""
-    stream = [mixed(GOLDEN * place & MASK) | 1 for place in range(1, 2 * BLOCK_WORDS + 1)]
+    stream = [word(place, seed=0) | 1 for place in range(2 * BLOCK_WORDS)]
     return np.array(stream, dtype=np.uint64).reshape(2, BLOCK_WORDS)
 
 
@@ -117,7 +109,7 @@ def content_of(tensor: Tensor) -> bytes:
 def test_keys_come_from_splitmix64() -> None:
     """The reference implementation publishes its first numbers."""
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [mixed(GOLDEN * place & MASK) for place in (1, 2, 3)] == expected
+    assert [word(place, seed=0) for place in range(3)] == expected
 
 
 SEED = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
@@ -335,17 +327,6 @@ def test_seeds_are_equal_only_for_equal_keys(a: tuple[str, str, list[int]], b: t
     assert contents[0].keys == (Key(a[0], a[1], tuple(a[2]), "float32"),)
 
 
-def test_swapped_tensors_of_equal_shape_change_the_sum_over_all() -> None:
-    """Tier 1 compares the sum of all digests. A swap of two tensors must change the sum."""
-    a, b = torch.randn(5, 5), torch.randn(5, 5)
-
-    def total(**tensors: Tensor) -> Tensor:
-        return TensorContent("parameter", [NamedTensor(*each) for each in tensors.items()]).digests(Digester()).sum(0)
-
-    assert (total(a=a, b=b) != total(a=b, b=a)).all()
-    assert torch.equal(total(a=a, b=b), total(b=b, a=a))
-
-
 def test_many_copies_are_launched_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [any_tensor(torch.float32, (6, 5), i).to(DEVICE).t() for i in range(5)]
     expected = digester("triton").many_leaves(tensors)[0]
@@ -374,7 +355,6 @@ def test_more_than_two_gibibytes() -> None:
 
 
 PLANS: dict[str, list[tuple[int, int]]] = {  # (address, bytes)
-    "one of 5 GiB": [(1 << 40, 5 << 30)],
     "one of 5 GiB and a byte, unaligned": [((1 << 40) + 1, (5 << 30) + 1)],
     "empty ones": [(0, 0), (4096, 10), (0, 0)],
     "many small ones": [(1 << 20 | i << 12, 100 + i) for i in range(1000)],

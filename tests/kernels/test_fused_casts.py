@@ -75,7 +75,7 @@ def check(version: Any, x: Tensor, dtype: torch.dtype, **options: Any) -> bool:
     row_major, transposed, inv_scale, pending = run(version, x, dtype, **options)
     assert inv_scale.item() == divide(1.0, used)
     assert repr(pending.item()) == repr(amax if options.get("record", True) else -1.0)
-    expected = [rounded(float32(float32(v) * used) if math.isfinite(v) else v, dtype) for v in values]
+    expected = rounded([float32(float32(v) * used) if math.isfinite(v) else v for v in values], dtype).tolist()
     if options.get("rows", True):
         assert repr(row_major.float().flatten().tolist()) == repr(expected)
     if options.get("columns", True):

@@ -70,7 +70,8 @@ def test_layout() -> None:
 def test_all_counts_are_the_twins(cast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
     for index, counts in enumerate(COUNTS):
-        x, offsets = poisoned_rows(counts, (16, 144)[index % 2], (0, 21)[index % 3 > 0]).bfloat16(), ends(counts)
+        features = 16 if sum(counts) > 99 else 144  # test_twins.py has many rows of many features.
+        x, offsets = poisoned_rows(counts, features, (0, 21)[index % 3 > 0]).bfloat16(), ends(counts)
         options = {"rows": index != 3, "columns": index != 4, **({"apart": 3} if cast is slots else {})}
         assert_same(cast(fused, x, offsets, **options), cast(plain, x, offsets, **options))
 
@@ -80,7 +81,8 @@ def test_all_counts_are_the_twins(cast: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_all_options(outgrown: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
     x, offsets = poisoned_rows((3, 0, 18, 2), 16, 9, finite=True).bfloat16(), ends((3, 0, 18, 2))
-    for record, just_in_time, rows, columns in itertools.product((False, True), repeat=4):
+    for record, just_in_time, rows in itertools.product((False, True), repeat=3):
+        columns = record ^ just_in_time ^ rows  # All triples of options.
         options = {"record": record, "just_in_time": just_in_time, "rows": rows, "columns": columns}
         assert_same(*(slots(version, x, offsets, outgrown=outgrown, **options) for version in (fused, plain)))
 

@@ -13,6 +13,8 @@ from fp8dist_kernels import direct, grouped_ops, ops
 from fp8dist_kernels.reference import grouped_casts as plain_casts
 from fp8dist_kernels.reference import grouped_matmuls as plain_matmuls
 from fp8dist_kernels.reference.groups import blocks_bound, columns_bound
+from fp8dist_kernels.reference.matmuls import Scaling
+from fp8dist_kernels.reference.scaled_grouped import clear_tail, multiply_grouped_torch
 from fp8dist_kernels.triton import grouped_casts, grouped_matmuls
 from fp8dist_kernels.triton.groups import tiles_bound
 from tests.support.casting import hard_values
@@ -69,6 +71,10 @@ def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         call()
     assert len(launched) == 7, "two passes for a slot, two for rows, one for blocks, two products"
     assert all(type(size) is int for grid in launched for size in grid)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm_v2", lambda a, b, *_: a.new_empty((len(a), b.shape[2]), dtype=BF16))
+    for scaling, shapes in ((Scaling.TENSORWISE, ((3,), (3,))), (Scaling.ROWWISE, ((32, 1), (3, N, 1)))):
+        scales = (torch.empty(shape, device="meta") for shape in shapes)
+        assert multiply_grouped_torch(scaling, a, b, *scales, offsets, True, clear_tail).shape == (32, N)
     for call in run(plain_casts, plain_matmuls):
         with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
             call()

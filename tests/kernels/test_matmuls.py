@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fp8dist_kernels import ops
 from fp8dist_kernels.reference.matmuls import FLOAT32_SCALINGS, Scaling, matmul_reference, scaling_of
 from fp8dist_kernels.reference.torch_matmuls import block_scales_for_torch, matmul_torch
 from fp8dist_kernels.triton.matmuls import matmul
@@ -113,6 +114,8 @@ def test_what_does_not_fit_is_refused() -> None:
         (a, b[:, :16].contiguous(), one, one, None, "same last dim"),
         (a, b[:24], one, one, None, "multiples of 16"),
         (a[:, :24].contiguous(), b[:, :24].contiguous(), one, one, None, "multiples of 16"),
+        (a.t().contiguous().t(), b, one, one, None, "must be contiguous"),
+        (a, torch.zeros(64, 300).to(E4M3)[:, :272], one, one, None, "must be contiguous"),  # Nor sideways.
         (a, b, torch.ones(48, 8).to(E8M0), torch.ones(64, 8).to(E8M0), None, "MX products need k in multiples of 32"),
         (a, b, torch.ones(48, 9).to(E8M0), torch.ones(64, 9), None, "must be float32, or E8M0 for MX"),
         (a, b, one, one, torch.zeros(63), "bias must be"),
@@ -127,6 +130,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ):
             with pytest.raises(ValueError, match=problem):
                 version(left, right, of_left, of_right, torch.bfloat16, bias)
+    with pytest.raises(ValueError, match="cutlass"):
+        ops.matmul(a, b, one, one, torch.float32, fast_accumulation=False, backend="cutlass")
 
 
 @pytest.mark.parametrize("scaling", [Scaling.BLOCKWISE, Scaling.BLOCKWISE_1D])

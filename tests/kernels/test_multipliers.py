@@ -31,7 +31,7 @@ MACHINES = [
         *((capability, OLD, LATER) for capability in (HOPPER, ADA, B200)),
     )
 ]
-TOKENS = (1, 2, 7, 8, 9, 15, 16, 17, 100)
+TOKENS = (1, 7, 8, 9, 16, 100)
 ROUNDINGS = 2.0**-21
 """Of a float32 result, relative to the sum of the magnitudes: a few roundings, in another order."""
 

@@ -16,7 +16,7 @@ from fp8dist_kernels.reference import mx as plain
 from fp8dist_kernels.reference.matmuls import Scaling, matmul_reference, scaling_of
 from fp8dist_kernels.triton import matmuls as fused_matmuls
 from tests.support import fp8_oracle
-from tests.support.casting import FORMATS, assert_same, codes, hard_values
+from tests.support.casting import FORMAT_OF, FORMATS, assert_same, codes, hard_values
 from tests.support.devices import DEVICE
 from tests.support.elements import value_of
 from tests.support.gemms import assert_operand, numbers
@@ -30,8 +30,7 @@ E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 
 def assert_by_hand(x: Tensor, dtype: torch.dtype, up: bool) -> None:
     """Compare a cast with the oracle, which follows the specification."""
-    format = {E4M3: fp8_oracle.E4M3, E5M2: fp8_oracle.E5M2}[dtype]
-    expected = fp8_oracle.cast(numbers(x), format, (1, 32), False, by="mx up" if up else "mx down")
+    expected = fp8_oracle.cast(numbers(x), FORMAT_OF[dtype], (1, 32), False, by="mx up" if up else "mx down")
     fp8, scales, *_ = plain.quantize_mx(x, dtype, round_up=up, rows=True, columns=False)
     assert_operand(fp8, scales, expected, str(dtype))
 

@@ -15,12 +15,12 @@ from fp8dist_kernels import direct, ops
 from fp8dist_kernels.reference import nvfp4 as plain
 from fp8dist_kernels.reference.matmuls import Scaling, matmul_reference, scaling_of
 from tests.support import fp8_oracle
+from tests.support.answers import GOLDEN, MASK, mixed
 from tests.support.casting import DTYPES, LAYOUTS, hard_values
 from tests.support.devices import DEVICE
 
 E4M3 = torch.float8_e4m3fn
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-WORD = (1 << 64) - 1
 KEY = 0x1234_5678_9ABC
 OPTIONS: dict[str, Any] = {"key": KEY, "square": False, "hadamard": False, "stochastic": False}
 
@@ -39,17 +39,9 @@ def encode_of(x: Tensor, margin: int = 0) -> Tensor:
 # The oracle ------------------------------------------------------------------------------------------
 
 
-def splitmix(state: int) -> int:
-    """The output function of SplitMix64."""
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & WORD
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & WORD
-    return state ^ (state >> 31)
-
-
-def stream(*counters: int) -> int:
-    state = KEY
+def stream(*counters: int, state: int = KEY) -> int:
     for counter in counters:
-        state = splitmix((state + (counter + 1) * 0x9E3779B97F4A7C15) & WORD)
+        state = mixed((state + (counter + 1) * GOLDEN) & MASK)
     return state
 
 
@@ -106,10 +98,7 @@ def lines_by_hand(
                 of_copy = stream(2 if transposed else 1, at[0], at[1])
                 places = [(i, line) if transposed else (line, i) for i in range(first, first + 16)]
                 numbers = [(at[2] + token) * at[4] + at[3] + feature for token, feature in places]
-                random = [
-                    (splitmix((of_copy + (number + 1) * 0x9E3779B97F4A7C15) & WORD) >> 40) * 2.0**-24
-                    for number in numbers
-                ]
+                random = [(stream(number, state=of_copy) >> 40) * 2.0**-24 for number in numbers]
             scale_of_copy = encode / 4 if hadamard and transposed else encode
             made, inv_scale = block_by_hand(
                 [float(one) for one in block], float(np.abs(tile).max()), scale_of_copy, random

@@ -150,20 +150,6 @@ def test_which_backend_and_product_call_torch(stand_in: Torch, monkeypatch: pyte
     assert len(stand_in.calls) == 2
 
 
-def test_the_device_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On tensors without memory, any read raises."""
-
-    def product(a: Tensor, b: Tensor, *_: Any) -> Tensor:
-        return a.new_empty((a.shape[0], b.shape[2]), dtype=BF16)
-
-    monkeypatch.setattr(torch, "_scaled_grouped_mm_v2", product)
-    for scaling in (Scaling.TENSORWISE, Scaling.ROWWISE):
-        case = Case((4, 5), scaling, n=48, k=80)
-        given = [one.to("meta") for one in (case.a, case.b, *case.scales, case.offsets)]
-        made = multiply_grouped_torch(scaling, *given, True, plain_clear)
-        assert made.shape == (9 + BEYOND, 48)
-
-
 def test_torch_has_the_arguments() -> None:
     """The stand-in replaces what torch's function calls."""
     source = inspect.getsource(functional.scaled_grouped_mm)

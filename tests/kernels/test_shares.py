@@ -54,11 +54,6 @@ def expected(x: Tensor, scales: Sequence[Sequence[float]], dtype: torch.dtype, b
     return [divide(float32(cut_off), float32(x.numel())), divide(float32(lost), float32(x.numel()))]
 
 
-def test_limits() -> None:
-    for dtype in FORMATS:
-        assert shares.limits(dtype) == (MOST[dtype], LEAST[dtype])
-
-
 @pytest.mark.slow
 @VERSIONS
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
@@ -98,7 +93,7 @@ def test_what_is_counted_is_what_the_cast_does(version: Any, dtype: torch.dtype)
     for scale in (1.0, 0.25, 8.0):
         given = torch.cat([x[:, : len(ends)] / scale, x[:, len(ends) :]], 1)
         scaled = (given * scale).flatten().tolist()
-        lost = sum(value != 0 and rounded(value, dtype) == 0 for value in scaled)
+        lost = sum(value != 0 and result == 0 for value, result in zip(scaled, rounded(scaled, dtype)))
         cut_off = sum(abs(value) > most for value in scaled)
         got = measured(version, given, torch.tensor(1 / scale, device=DEVICE), dtype, WHOLE)
         assert got == [float32(cut_off / len(scaled)), float32(lost / len(scaled))]

@@ -26,11 +26,11 @@ RULES = [*itertools.product((-200, -2, 0, 3, 200), (False, True), (False, True))
 @VERSIONS
 @crossed(length=[1, 2, 16, 1000, 1024], algorithm=["max", "most_recent", "none"])
 def test_rules(version: str, algorithm: Any, length: int) -> None:
-    """Every rule, with and without sharded weights; Triton gets some of them. Margins reach scales that overflow and
+    """Every rule with some of the lengths, with and without sharded weights. Margins reach scales that overflow and
     underflow. Positions are all over the rings."""
     torch.manual_seed(length)
     turn = 7 * length + 3 * len(algorithm)
-    for margin, power_of_two, just_in_time in RULES if version == "numpy" else RULES[turn % 5 :: 5]:
+    for margin, power_of_two, just_in_time in RULES[turn % 2 :: 2] if version == "numpy" else RULES[turn % 5 :: 5]:
         rng = random.Random(margin)
         both = BothVersions(version, random_arrays(rng, 31, length, shards=rng.choice([0, 3])))
         for _ in range(4):

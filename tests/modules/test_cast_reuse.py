@@ -285,20 +285,6 @@ def test_with_manual_boundaries_a_cast_dies_at_the_optimizers_step_and_at_the_bo
     assert job.output() == job.fresh_output() != before
 
 
-def test_tied_weights_are_cast_anew_after_a_step() -> None:
-    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
-    model[1].weight = model[0].weight
-    manager = fp8dist.prepare(model, DelayedScaling(history_len=3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
-    manager.attach(model, optimizer=optimizer)
-    x, _ = batch(0, 0)
-    model(x).sum().backward()
-    optimizer.step()
-    after = bits(model(x))
-    with mock.patch.object(manager._job, "reuse_casts", False):
-        assert bits(model(x)) == after
-
-
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_forward_is_repeated_after_its_precision_has_changed(reentrant: bool, between: bool) -> None:

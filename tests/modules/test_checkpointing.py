@@ -146,7 +146,7 @@ def in_part(linear: nn.Linear, no_fp8: Any, x: Tensor) -> Tensor:
 
 def often(linear: nn.Linear, no_fp8: Any, h: Tensor) -> Tensor:
     """Calls it more often than calls are kept of each mode."""
-    for _ in range(40):
+    for _ in range(20):
         h = torch.tanh(linear(h))
     return h
 
@@ -175,7 +175,7 @@ class Stack(nn.Module):
 STEPS = {
     "accumulated": "forward backward evaluate:eval,no_grad forward backward evaluate:eval,no_grad",
     # As in scheduled sampling: each forward follows one without gradients, and the backwards come last.
-    "sampled": f"{'evaluate:no_grad forward ' * 20}{'backward0 ' * 20}",
+    "sampled": f"{'evaluate:no_grad forward ' * 17}{'backward0 ' * 17}",
     "high_backward": "forward backward:no_fp8",
     "eval_in_backward": "forward backward:eval",
     "trained_in_eval": "forward:eval backward",  # Records nothing, though the backward runs in train().

@@ -59,25 +59,23 @@ class Run:
         self.done = saved.done
 
 
-def test_all_in_high_precision_is_nn_linear_bitwise() -> None:
-    plain, run = Run(None), Run()
-    assert run.fp8.set_precision("*", "high") == ("branch", "first", "last")
-    assert run.steps(4) == plain.steps(4)
-    assert parameter_bits(run.net) == parameter_bits(plain.net)
-    assert not any(any(window) for window in histories(run.fp8).values())  # Nothing is recorded: the switch is final.
-
-
 @pytest.mark.parametrize("recipe", [DELAYED, CurrentScaling()])
-def test_high_precision_for_some_steps_ends_by_itself(recipe: Recipe) -> None:
+def test_high_precision_is_nn_linear_bitwise_and_for_some_steps_ends_by_itself(recipe: Recipe) -> None:
     run, plain = Run(recipe), Run(None)
-    run.fp8.set_precision("*", "high", steps=3)
+    assert run.fp8.set_precision("*", "high", steps=3) == ("branch", "first", "last")
     run.fp8.set_precision("*", "high", steps=1)  # No change: they stay so for longer.
     for step in range(3):
         assert run.high() == ALL, step
         assert run.steps(1) == plain.steps(1)
+    assert parameter_bits(run.net) == parameter_bits(plain.net)
     assert run.high() == ()
     assert bits(run.net(batch(0, 9)[0])) != bits(plain.net(batch(0, 9)[0]))
     assert run.fp8.metrics()["fp8/high_precision_modules"] == 0
+    run.fp8.set_precision("*", "high")
+    run.steps(1)  # Commits what the last forward has recorded.
+    before = histories(run.fp8)
+    run.steps(1)
+    assert histories(run.fp8) == before  # Nothing is recorded: the switch is final.
 
 
 def test_who_comes_back_has_scales() -> None:
@@ -134,22 +132,25 @@ def test_a_change_for_good_leaves_one_for_a_while_as_long_as_it_was() -> None:
     assert run.high() == ()
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_overrides_of_single_gemms_end_each_at_its_own_time(resumes: bool) -> None:
+def test_overrides_of_single_gemms_end_each_at_its_own_time_and_resume_bitwise() -> None:
     """A shorter one ends no longer one, and a longer one does not prolong a shorter one."""
-    run = Run()
-    run.fp8.set_precision("*", "high", gemms=("dgrad",), steps=5)
+    run, resumed = Run(), Run()
+    run.fp8.set_precision("last", "high", gemms=("wgrad",))
+    run.fp8.set_precision("first", "high", gemms=("dgrad",), steps=5)
     run.steps(1)
-    run.fp8.set_precision("*", "high", gemms=("wgrad",), steps=2)
-    run.fp8.set_precision("*", "high", gemms=("fprop",), steps=OBSERVED_STEPS + 2)
-    if resumes:
-        state, run = run.fp8.state_dict(), Run()
-        run.fp8.load_state_dict(state)
-    high = []
-    for _ in range(OBSERVED_STEPS + 3):
-        high.append(run.high())
-        run.steps(1)
-    assert high == [ALL] * 2 + [("fprop", "dgrad")] * 2 + [("fprop",)] * (OBSERVED_STEPS - 2) + [()]
+    run.fp8.set_precision("first", "high", gemms=("wgrad",), steps=2)
+    run.fp8.set_precision("first", "high", gemms=("fprop",), steps=OBSERVED_STEPS + 2)
+    resumed.resume(run)
+    outcomes = []
+    for each in (run, resumed):
+        high, losses = [], []
+        for _ in range(OBSERVED_STEPS + 3):
+            high.append(each.high())
+            losses += each.steps(1)
+            assert each.high("last") == ("wgrad",)
+        assert high == [ALL] * 2 + [("fprop", "dgrad")] * 2 + [("fprop",)] * (OBSERVED_STEPS - 2) + [()]
+        outcomes.append((losses, state_bits(each.fp8)))
+    assert outcomes[0] == outcomes[1]
 
 
 def test_a_recipes_own_gemms_can_be_taken_back() -> None:
@@ -213,20 +214,6 @@ def test_mistakes_are_told_and_change_nothing() -> None:
         assert run.high() == ()
         with pytest.raises(ConfigurationError, match="there is no slot none:input"):
             run.fp8.slot("none", "input")
-
-
-def test_what_is_left_is_saved_and_resumes_bitwise() -> None:
-    unbroken = Run()
-    unbroken.fp8.set_precision("first", "high", steps=5)
-    unbroken.fp8.set_precision("last", "high", gemms=("wgrad",))
-    unbroken.steps(3)
-    resumed = Run()
-    resumed.resume(unbroken)
-    assert resumed.high() == ALL
-    assert resumed.high("last") == ("wgrad",)
-    assert resumed.steps(5) == unbroken.steps(5)
-    assert resumed.high() == ()
-    assert state_bits(resumed.fp8) == state_bits(unbroken.fp8)
 
 
 def test_a_damaged_precision_is_refused() -> None:

@@ -124,7 +124,7 @@ def test_the_oracle_knows_the_formats() -> None:
     [
         *(pytest.param(recipe, spread, SHAPES, marks=NIGHTLY) for recipe in RECIPES),
         *((recipe, spread, [SHAPES[i // len(KINDS) % 2], *SHAPES[2:]]) for i, recipe in enumerate(RECIPES)),
-        *((recipe, extremes, SHAPES[1::4]) for recipe in RECIPES),
+        *((recipe, extremes, SHAPES[3:5]) for recipe in RECIPES),
         *((recipe, make, SHAPES[4:]) for recipe in RECIPES for make in (zeros, not_finite)),
     ],
 )

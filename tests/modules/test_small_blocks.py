@@ -1,5 +1,5 @@
 """NVFP4Scaling (emulated: no GPU path) on one rank: products, random numbers, the ledger; and what it and MXFP8Scaling
-refuse and measure.
+refuse and measure. The products of MXFP8Scaling are in ``test_recipe_values.py``.
 
 That recomputations and resumed runs repeat random numbers is in ``test_checkpointing.py`` and ``test_overrides.py``."""
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import fp8dist
 from fp8dist import CheckpointError, ConfigurationError, MXFP8Scaling, NVFP4Scaling, Recipe
 from fp8dist_kernels.formats import Role
-from fp8dist_kernels.reference.mx import quantize_mx
 from fp8dist_kernels.reference.nvfp4 import quantize_nvfp4
 from tests.support.devices import DEVICE
 from tests.support.experts import Experts, Mixture
@@ -81,28 +80,6 @@ def test_products_of_any_number_of_tokens(hadamard: bool, stochastic: bool) -> N
         assert_product(x.grad, of_g, dequantised(linear.weight, "columns", square=True))
         of_g = dequantised(g, "columns", draw, stochastic=stochastic, hadamard=hadamard)
         assert_product(linear.weight.grad, of_g, dequantised(x, "columns", hadamard=hadamard))
-
-
-@pytest.mark.parametrize("up", [False, True], ids=["down", "up"])
-def test_products_of_1_to_40_tokens_in_mx(up: bool) -> None:
-    """Tokens and features in no multiple of 32: each operand is cast from the tensor itself, along what is summed."""
-
-    def cast(x: Tensor) -> Tensor:
-        fp8, scale, *_ = quantize_mx(x.detach(), E4M3, round_up=up, rows=True, columns=False)
-        return (fp8.double() * scale.double().repeat_interleave(32, 1))[:, : x.shape[1]]
-
-    torch.manual_seed(3)
-    linear = nn.Linear(IN, OUT).to(DEVICE)
-    fp8dist.prepare(linear, MXFP8Scaling(scale_rounding="up" if up else "down")).attach(linear)
-    for tokens in range(1, 41):
-        x: Any = torch.randn(tokens, IN, device=DEVICE).mul_(torch.logspace(-3, 3, IN, device=DEVICE)).requires_grad_()
-        g, weight = torch.randn(tokens, OUT, device=DEVICE), linear.weight
-        weight.grad = linear.bias.grad = None
-        y = linear(x)
-        y.backward(g)
-        assert_product(y - linear.bias, cast(x), cast(weight))
-        assert_product(x.grad, cast(g), cast(weight.t()))
-        assert_product(weight.grad, cast(g.t()), cast(x.t()))
 
 
 def _net() -> nn.Sequential:

@@ -141,7 +141,7 @@ def last_amaxes(manager: StateManager) -> dict[tuple[str, str], float]:
 def test_products_of_parts_are_those_of_the_whole(name: str) -> None:
     layout = LAYOUTS[name]
     model, manager, full = parallel_pair(layout)
-    for index in range(3):
+    for index in range(2):
         scales = {(s.fqn, s.role): manager.slot(s.fqn, s.role).scale.clone() for s in manager.slots}
         model.zero_grad()
         with watched_reductions() as reductions:
@@ -230,6 +230,7 @@ def _refusal(
     rows: int = 32,
     columns: int = 32,
     group: Any = None,
+    dtype: torch.dtype = torch.float32,
 ) -> str:
     """Return the error of ``attach``, or of the first forward. ``placements``: of weight and bias, unless ``style``
     places them. ``input``: the input's; None: a plain tensor."""
@@ -241,7 +242,7 @@ def _refusal(
         parallelize_module(model, mesh, {"inner.proj": style})
     for name, placement in zip(("weight", "bias"), placements):
         setattr(proj, name, nn.Parameter(distribute_tensor(getattr(proj, name).detach(), mesh, [placement])))
-    x = torch.randn(4, columns // 2 if input == Shard(1) else columns)
+    x = torch.randn(4, columns // 2 if input == Shard(1) else columns).to(dtype)
     with pytest.raises(ConfigurationError) as error:
         manager.attach(model) and proj(x if input is None else DTensor.from_local(x, mesh, [input]))
     return str(error.value)
@@ -263,10 +264,11 @@ def test_what_has_no_product_is_refused_by_name() -> None:
         (_refusal(style=RowwiseParallel(), columns=48), "(32, 24)"),
         (_refusal(style=ColwiseParallel(), rows=16), "(8, 32)"),
         (_refusal(columns), "plain tensor"),
+        (_refusal(columns, Replicate(), dtype=torch.int64), "expected an input in float32"),
         (_refusal(style=ColwiseParallel(), group=own), alone),
         *((_refusal(of, input), "") for of, input in placements),
     ]
-    assert len(refusals) == 11
+    assert len(refusals) == 12
     for text, named in refusals:
         assert "inner.proj" in text
         assert named in text

@@ -13,17 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.distributed.tensor import Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fp8dist
-from fp8dist import (
-    ConfigurationError,
-)
+from fp8dist import ConfigurationError
 from tests.support.experts import Experts, Mixture
 from tests.support.linear import RECIPES
-from tests.support.parallel import mesh_of
-from tests.support.ranks import on_ranks
 
 Call = Callable[[nn.Module], Any]
 
@@ -85,18 +79,6 @@ def test_grouped_products_have_the_same_limits() -> None:
         for call, limit in calls:
             with pytest.raises(ConfigurationError, match=rf"^{slots.fqn}: FP8 .*{limit}.*no_fp8\(\)"):
                 call()
-
-
-@on_ranks(2)
-def test_tensor_parallel_linears_refuse_them_too() -> None:
-    mesh, net = mesh_of((2,), ("tp",)), nn.Sequential(nn.Linear(32, 64))
-    manager = fp8dist.prepare(net, group=mesh)
-    parallelize_module(net, mesh, {"0": ColwiseParallel()})
-    x = distribute_tensor(torch.ones(4, 32, dtype=torch.int64), mesh, [Replicate()])
-    for mode in (contextlib.nullcontext(), manager.no_fp8()):
-        with mode, pytest.raises(ConfigurationError) as caught:
-            net(x)
-    assert str(caught.value).startswith("0: expected an input in")
 
 
 def _parameters(net: nn.Module) -> dict[str, Tensor]:

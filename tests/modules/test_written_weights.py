@@ -21,6 +21,7 @@ import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling
 from tests.support.linear import watched_casts
 from tests.support.serving import watched_products
+from tests.support.suite import crossed
 from tests.support.training import bits, make_net, parameter_bits, state_bits
 
 FP8_MAX = 448.0
@@ -250,8 +251,7 @@ WRITES: dict[str, Callable[[nn.Linear], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("write", WRITES)
+@crossed(way=COPIES, write=WRITES)
 def test_a_copy_computes_as_its_original_that_was_written_to(way: str, write: str) -> None:
     torch.manual_seed(0)
     job = Job(nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 32), nn.Linear(32, 16)), steps=1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8dist_kernels import direct
 
-MASK = (1 << 64) - 1
+MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 FIELDS: Mapping[torch.dtype, tuple[int, int, int]] = MappingProxyType(
     {
         torch.float32: (8, 23, 254),
@@ -30,7 +30,12 @@ FIELDS: Mapping[torch.dtype, tuple[int, int, int]] = MappingProxyType(
 
 def word(place: int, seed: int) -> int:
     """Return SplitMix64's word for an element."""
-    z = ((place + 1 + (seed << 40)) * 0x9E3779B97F4A7C15) & MASK
+    return mixed(((place + 1 + (seed << 40)) * GOLDEN) & MASK)
+
+
+def mixed(z: int) -> int:
+    """Return the output of SplitMix64 in this state. With seed 0, its states are the multiples of GOLDEN (Steele, Lea
+    and Flood, "Fast splittable pseudorandom number generators", 2014)."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
     return z ^ (z >> 31)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable, Mapping
-from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.devices import DEVICE
-from tests.support.elements import value_of
+from tests.support.fp8_oracle import E4M3, E5M2
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+FORMAT_OF = MappingProxyType(dict(zip(FORMATS, (E4M3, E5M2))))
+"""The oracle's formats."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 NONFINITE = (math.nan, math.inf, -math.inf)
@@ -114,21 +116,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
 
 
-@cache
-def numbers_of(dtype: torch.dtype) -> tuple[float, ...]:
-    """Return all finite numbers >= 0 of an FP8 format, by code."""
-    values = (value_of(bytes([code]), dtype) for code in range(128))
-    return tuple(value for value in values if math.isfinite(value))
-
-
-def rounded(value: float, dtype: torch.dtype) -> float:
-    """Round ``value`` to FP8: to nearest, ties to even codes, saturating; Inf and NaN become NaN."""
-    if not math.isfinite(value):
-        return math.nan
-    numbers, magnitude = numbers_of(dtype), abs(value)
-    above = min(bisect.bisect_left(numbers, magnitude), len(numbers) - 1)
-    if above == 0 or magnitude >= numbers[-1]:
-        return math.copysign(numbers[above], value)
-    middle = (numbers[above - 1] + numbers[above]) / 2  # Exact in float64.
-    down = magnitude < middle or (magnitude == middle and above % 2 == 1)
-    return math.copysign(numbers[above - 1 if down else above], value)
+def rounded(values: Any, dtype: torch.dtype) -> npt.NDArray[np.float64]:
+    """Round numbers to FP8: to nearest, ties to even codes, saturating; Inf and NaN become NaN."""
+    x, format = np.asarray(values, dtype=np.float64), FORMAT_OF[dtype]
+    finite = np.isfinite(x)
+    return np.where(finite, format.decoded(format.encode(np.where(finite, x, 0.0))), np.nan)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -49,13 +49,8 @@ class FP8:
         """The smallest number above 0, which is the spacing of subnormal numbers."""
         return self.decode(1)
 
-    @property
-    def unit_roundoff(self) -> float:
-        """The largest relative error of rounding a normal number to nearest."""
-        return 2.0 ** -(self.mantissa_bits + 1)
-
-    def encode(self, x: Array) -> npt.NDArray[np.uint8]:
-        """Return the codes of float32 numbers: to nearest, ties to even, saturating. Keeps the sign of 0. NaN becomes
+    def encode(self, x: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+        """Return the codes of float numbers: to nearest, ties to even, saturating. Keeps the sign of 0. NaN becomes
         0x7F."""
         numbers = _numbers(self)
         middles = (numbers[:-1] + numbers[1:]) / 2  # Exact in float64.

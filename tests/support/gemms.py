@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8dist_kernels import ops
-from tests.support.fp8_oracle import E4M3, E5M2, Operand
+from tests.support.casting import FORMAT_OF
+from tests.support.fp8_oracle import E5M2, Operand
 
 
 class Gemm(NamedTuple):
@@ -53,7 +54,7 @@ def assert_gemm(gemm: Gemm, expected: tuple[Operand, Operand], what: str) -> Non
 
 def assert_operand(codes: Tensor, inv_scale: Tensor, expected: Operand, what: str) -> None:
     format = expected.format
-    assert codes.dtype is {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}[format], what
+    assert FORMAT_OF[codes.dtype] is format, what
     got = codes.view(torch.uint8).cpu().numpy()
     lines, width = expected.codes.shape
     multiple = 32 if expected.block == (1, 32) else 16

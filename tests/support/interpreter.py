@@ -3,7 +3,7 @@
 Up to Triton 3.9 ``triton.runtime.interpreter._convert_float`` loses the carry of a mantissa that rounds up, and reads
 FP8 NaN codes as numbers. Here torch converts between float types, and conversions to FP8 saturate, as
 ``cvt.rn.satfinite`` does on the GPU (there each format has one NaN code; here NaN keeps its sign).
-``test_interpreter.py`` fails once upstream's conversion is correct.
+``tests/kernels/test_twins.py`` fails once upstream's conversion is correct.
 """
 
 from __future__ import annotations
