@@ -149,6 +149,7 @@ def test_a_nan_and_a_jump_of_the_loss_are_events_and_stop_nobody(tmp_path: Path)
     (spike,) = events(tmp_path, "spike")
     assert spike["step"] == 11
     assert spike["loss"] > 1.5 * spike["median"]
+    assert run.summary["loss_alarms"] == 1
 
 
 REPLAYS = ["--layers", "2", "--accumulate", "2", "--log-every", "1"]
@@ -209,13 +210,21 @@ def test_a_jump_names_the_cast_and_the_step_of_its_amax(tmp_path: Path) -> None:
     assert told.endswith(f", first in blocks.1.mlp_in, input, rank 1, microbatch {jump['microbatch']}, of step 5")
 
 
-@pytest.mark.long
-def test_a_spike_that_stops_the_run_is_replayed_before(tmp_path: Path) -> None:
-    flags = ["--steps", "13", "--loss-guard", "stop", "--replay-on", "spike", "--inject", "spike:1:12"]
-    done = start(RANKS, *TINY, *REPLAYS, *flags, "--out", str(tmp_path))
-    assert done.returncode == 6, done.stderr
-    (replay,) = events(tmp_path, "replayed")
-    assert {"step": 12, "trigger": "spike", "module": "lm_head"}.items() <= replay.items()
+@pytest.mark.slow
+def test_a_loss_that_jumps_is_replayed_and_stops_all_ranks_with_exit_6(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    flags = ["--loss-guard", "stop", "--replay-on", "spike", "--inject", "spike:1:11", "--save-every", "8"]
+    done = start(RANKS, *TINY, *flags, "--out", str(out))
+    assert done.returncode == 6, done.stdout + done.stderr
+    assert done.stderr.count("train_gpt: stopped by --loss-guard: step 11: the loss ") == 1
+    assert "Traceback" not in done.stderr
+    (replay,) = events(out, "replayed")
+    assert {"step": 11, "trigger": "spike", "module": "lm_head"}.items() <= replay.items()
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == list(range(1, 12))
+    assert lines[-1]["loss"] > 10 * lines[-2]["loss"]  # The mean: only rank 1's loss jumped.
+    assert not (out / "summary.json").exists()
+    assert (out / "checkpoints/step-00000008/.metadata").exists()
 
 
 @pytest.mark.slow

@@ -32,37 +32,11 @@ OF_THE_EXAMPLE = {
 """Flags on two ranks, and the message. The lab refuses them too."""
 
 OF_THE_LAB = {
-    "--margin much": "--margin",
     "--out setup.cfg/run": "--out setup.cfg/run: Not a directory",
-    # Recipes.
-    "--recipe current --history-len 16": "--history-len is for delayed scaling",
-    "--recipe rowwise --update next_step": "--update is for delayed scaling",
-    "--override a=current --override a=block": "--override a=… is given more than once",
-    "--layers 3 --high-first 2 --high-last 1": "leave none of the --layers 3 in FP8",
-    "--recipe block --fast-gemms fprop": "--fast-gemms is for delayed, current and rowwise scaling, got block",
-    "--steps 9 --fp8-start-step 10": "--fp8-start-step 10 is beyond --steps 9",
-    # Flags that need another.
     "--fallback-steps 5 --fallback-saturated 1.5": "--fallback-saturated: must be a share",
-    "--fallback-underflow 0": "--fallback-underflow needs --fallback-steps",
-    "--scale-jump 8": "--scale-jump needs --watch-every",
     "--watch-every 1 --scale-jump 1": "--scale-jump: must be finite and above 1",
-    "--tensorboard": "--tensorboard needs --watch-every",
-    "--watch-ranks": "--watch-ranks needs --watch-every",
-    "--loss-factor 2": "--loss-factor needs --loss-guard",
     "--loss-guard warn --loss-factor 0.5": "--loss-factor: must be finite and at least 1",
-    "--loss-guard fallback --precision fp32": "--loss-guard fallback needs --precision fp8",
-    "--audit-every 0 --audit-bytes 9": "--audit-bytes needs --audit-every",
-    "--stop-after 4": "--stop-after needs --save-every",
-    "--stop-after 9 --steps 8": "--stop-after 9 is beyond --steps 8",
-    # Mixtures.
-    "--top-k 2": "--top-k needs --experts",
-    "--experts 2 --top-k 3": "--top-k 3 is more than the --experts 2",
-    "--experts 2 --parallel fsdp1": "--experts in FP8 is not for --parallel fsdp1",
-    # Replays.
-    "--replay-on nonfinite --parallel fsdp1": "--replay-on is not for --parallel fsdp1",
-    "--replay-on jump": "--replay-on jump needs --precision fp8, --watch-every and --scale-jump",
-    "--replay-on spike": "--replay-on spike needs --loss-guard",
-    "--replay-on nonfinite --precision fp32": "--replay-on nonfinite needs --loss-guard, or --precision fp8",
+    "--share-batch --batch-size 3": "--share-batch needs a --batch-size that is a multiple of the 2 ranks",
     # Words that have another form.
     **{
         f"--{flag} {word}": f"argument --{flag}: invalid {reader} value: '{word}'"
