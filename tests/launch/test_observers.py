@@ -14,7 +14,7 @@ from tests.support.suite import few
 
 PLAIN = "--accumulate 2 --calibrate-steps 2"
 WATCH = "--watch-every 4 --watch-ranks --save-every 12"
-AUDITS = "--audit-every 1 --audit-bytes 4096"
+AUDITS = "--audit-every 4 --audit-bytes 4096"
 SPIKE = "--layers 2 --steps 16 --loss-guard warn --inject spike:1:12"
 
 OBSERVED = [
