@@ -121,9 +121,11 @@ def test_a_wrong_product_is_found_by_audits_alone_and_the_folder_shows_it(tmp_pa
 def test_without_fp8_ranks_that_differ_may_go_on(tmp_path: Path) -> None:
     flags = ["--inject", "skip:1:6", "--check-every", "3", "--check-policy", "warn", "--precision", "fp32"]
     run = finish(tmp_path, RANKS, *TINY, *flags)
-    assert run.output.count(TABLE_HEADER) == 3  # After 6 and 9 steps, and at the end.
-    assert (run.summary["checks"], run.summary["divergences"]) == (4, 3)
+    assert run.output.count(TABLE_HEADER) == 3
+    assert (run.summary["checks"], run.summary["divergences"]) == (4, 3)  # After 3, 6, 9 and 12 steps.
     assert run.summary["parameters_identical"] is False
+    assert "wait_max_ms" in run.lines[0]
+    assert not [name for line in run.lines for name in line if name.startswith("sync")]
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
