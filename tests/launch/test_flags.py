@@ -77,16 +77,17 @@ def test_flags_of_recipes() -> None:
     for kind, name in zip(RECIPES, names, strict=True):
         assert recipe_of(parse(["--recipe", kind])) == getattr(fp8dist, name)()  # Its defaults are the library's.
     flags = "--recipe block --power-of-two --high-gemms wgrad,fprop --margin 1 --layers 4 --high-first 1 --high-last 2"
+    flags += " --format e4m3 --amax-algo most_recent"
     overrides = ["*.qkv=delayed", "blocks.2.*=current", "lm_head=high"]
     given = parse([*flags.split(), *(part for override in overrides for part in ("--override", override))])
     assert given.recipes == {"block", "delayed", "current"}
-    common: dict[str, Any] = {"power_of_two": True, "high_precision": ("fprop", "wgrad")}
+    common: dict[str, Any] = {"power_of_two": True, "high_precision": ("fprop", "wgrad"), "format": "e4m3"}
     assert recipe_of(given) == fp8dist.BlockScaling(**common)
     assert list(overrides_of(given, GPT(4, 16, 1, 8)).items()) == [
         ("blocks.0.*", "high"),
         ("blocks.2.*", "high"),
         ("blocks.3.*", "high"),
-        ("*.qkv", fp8dist.DelayedScaling(margin=1, **common)),
+        ("*.qkv", fp8dist.DelayedScaling(margin=1, amax_algo="most_recent", **common)),
         ("lm_head", "high"),
     ]
     assert fallback_of(given) is None
