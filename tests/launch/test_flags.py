@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
 import fp8dist
+from launch.train_gpt import options as example
 from launch.train_gpt.model import GPT
-from launch.train_gpt.options import RECIPES
+from tests.support.lab import options
 from tests.support.lab.options import parse
 from tests.support.lab.recipes import fallback_of, overrides_of, recipe_of
-from tests.support.main_job import CHECK, EXAMPLE_CHECK, assert_refused, start
+from tests.support.main_job import ROOT, assert_refused
 
 OF_THE_EXAMPLE = {
     "--recpie delayed": "unrecognized arguments: --recpie",
@@ -66,15 +68,21 @@ OF_THE_LAB = {
 }
 
 
-def test_a_mistake_is_one_line_and_exit_2() -> None:
+def test_a_mistake_is_one_line_and_exit_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for flags, message in {**OF_THE_EXAMPLE, **OF_THE_LAB}.items():
-        for command in (CHECK, EXAMPLE_CHECK) if flags in OF_THE_EXAMPLE else (CHECK,):
-            assert_refused(start(command, *flags.split()), message)
+        for check in (options.check, example.check) if flags in OF_THE_EXAMPLE else (options.check,):
+            with pytest.raises(SystemExit) as left:
+                check(flags.split())
+            said = capsys.readouterr()
+            done = CompletedProcess(flags, left.value.code, said.out, said.err)  # type: ignore[arg-type]
+            assert_refused(done, message)
 
 
 def test_flags_of_recipes() -> None:
     names = ("DelayedScaling", "CurrentScaling", "RowwiseScaling", "BlockScaling", "MXFP8Scaling", "NVFP4Scaling")
-    for kind, name in zip(RECIPES, names, strict=True):
+    for kind, name in zip(example.RECIPES, names, strict=True):
         assert recipe_of(parse(["--recipe", kind])) == getattr(fp8dist, name)()  # Its defaults are the library's.
     flags = "--recipe block --power-of-two --high-gemms wgrad,fprop --margin 1 --layers 4 --high-first 1 --high-last 2"
     flags += " --format e4m3 --amax-algo most_recent"
