@@ -12,7 +12,7 @@ import pytest
 from fp8dist.runs.report import facts
 from fp8dist.runs.report.live import LiveRun
 from fp8dist.runs.report.numbers import read_run
-from tests.support.main_job import ALONE, RANKS, TABLE_HEADER, TINY, assert_refused, finish, metrics, start, stop
+from tests.support.main_job import ALONE, RANKS, TABLE_HEADER, TINY, assert_refused, finish, metrics, start
 from tests.support.suite import few
 
 SCALE, WEIGHT = "blocks.0.attention_out:weight", "blocks.0.mlp_in.weight"
@@ -82,8 +82,16 @@ USUAL = ("scale", "weight", "two ranks cannot mend a lost update", "product, alo
 @pytest.mark.parametrize("name", few(FOUND, *USUAL))
 def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
     flags, ranks, step, expected = FOUND[name]
-    stopped = stop(tmp_path, "--inject", *flags.split(), command=ALONE if ranks == 1 else RANKS, NPROC=str(ranks))
-    found = sorted(stopped.findings, key=lambda finding: str(finding["detail"]))
+    job = (*TINY, "--inject", *flags.split(), "--out", str(tmp_path))
+    done = start(ALONE if ranks == 1 else RANKS, *job, NPROC=str(ranks), TMPDIR=str(tmp_path))
+    assert (done.returncode, done.stdout) == (4, ""), done.stdout + done.stderr
+    assert done.stderr.count(TABLE_HEADER) == 1
+    assert (tmp_path / "divergence.txt").read_text() in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "summary.json").exists()
+    report = json.loads((tmp_path / "divergence.json").read_text())
+    assert report["consistent"] is False
+    found = sorted(report["findings"], key=lambda finding: str(finding["detail"]))
     several = len(found) if len(expected) == 1 and "name" not in expected[0] else 1
     for finding, wanted in zip(found, expected * several, strict=True):
         assert finding["step"] == step or not step
@@ -93,9 +101,9 @@ def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
         assert f"{EXPERTS}.up_proj" in {finding["name"] for finding in found}
     if name == "scale":
         assert found[0]["value"] == 2 * found[0]["expected"]
-        assert f"[rank 1] --inject scale:1:5: scale of {SCALE} is now" in stopped.stderr
+        assert f"[rank 1] --inject scale:1:5: scale of {SCALE} is now" in done.stderr
         # Completed steps whose losses were not shared yet are kept too.
-        assert [line["step"] for line in metrics(stopped.out)] == [1, 2, 3, 4]
+        assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

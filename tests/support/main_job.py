@@ -121,36 +121,6 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-@dataclass(frozen=True)
-class Stopped:
-    """The output of a run that stopped because its ranks differ."""
-
-    report: dict[str, Any]
-    table: str
-    out: Path
-    stderr: str
-
-    @property
-    def findings(self) -> list[dict[str, Any]]:
-        return self.report["findings"]
-
-
-def stop(folder: Path, *flags: str, command: tuple[str, ...] = RANKS, **variables: str) -> Stopped:
-    """Run the job until it stops. Assert that it stops as documented."""
-    out = folder / "run"
-    done = start(command, *TINY, *flags, "--out", str(out), TMPDIR=str(folder), **variables)
-    assert done.returncode == 4, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    table = (out / "divergence.txt").read_text()
-    report = json.loads((out / "divergence.json").read_text())
-    assert report["consistent"] is False
-    assert done.stdout == ""
-    assert done.stderr.count(TABLE_HEADER) == 1
-    assert table in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (out / "summary.json").exists()
-    return Stopped(report, table, out, done.stderr)
-
-
 def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
     """Assert that the job ended with exit status 2 and this one-line message."""
     assert done.returncode == 2, f"{message}: {done.args}\n{done.stdout}{done.stderr}"
