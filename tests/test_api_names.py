@@ -157,15 +157,6 @@ def test_defaults_are_consistent() -> None:
         fp8dist.check(model, policy=None)  # type: ignore[arg-type]
 
 
-def test_high_precision_has_one_spelling() -> None:
-    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
-    overrides = fp8dist.first_and_last(model, 1, 0)
-    assert overrides == {"0": "high"}
-    manager = fp8dist.prepare(model, overrides=overrides, eval_precision="high")
-    manager.set_precision("1", "high")
-    assert [str(row).split(":")[0] for row in manager.coverage()] == ["high", "high", "FP8"]
-
-
 def test_public_calls_say_whether_they_are_collective() -> None:
     public = [getattr(StateManager, name) for name in METHODS.split()]
     public += [fp8dist.prepare, fp8dist.restore, fp8dist.check, fp8dist.get_manager, fp8dist.roll_call]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import functools
 import graphlib
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -46,11 +46,18 @@ def sources() -> list[tuple[str, Path]]:
     return found
 
 
-@functools.cache
-def imports(tree: ast.Module) -> set[str]:
+class Source(NamedTuple):
+    """A shipped file. ``nodes``: of its whole syntax tree, which begins with the module."""
+
+    room: str
+    path: Path
+    nodes: list[ast.AST]
+
+
+def imports(source: Source) -> set[str]:
     """Return our modules that a file imports, including imports in functions and for type checkers."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -61,9 +68,9 @@ def imports(tree: ast.Module) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def trees() -> list[tuple[str, Path, ast.Module]]:
-    """Return (room, file, syntax tree) of all shipped files."""
-    return [(room, path, ast.parse(path.read_text())) for room, path in sources()]
+def trees() -> list[Source]:
+    """Return all shipped files, parsed."""
+    return [Source(room, path, [*ast.walk(ast.parse(path.read_text()))]) for room, path in sources()]
 
 
 def test_every_file_is_in_a_room_and_every_room_has_a_file() -> None:
@@ -73,14 +80,14 @@ def test_every_file_is_in_a_room_and_every_room_has_a_file() -> None:
     assert beside == {"py.typed", *(f"{name}.py" for name in BESIDE)}
 
 
-def test_imports_go_one_way(trees: list[tuple[str, Path, ast.Module]]) -> None:
+def test_imports_go_one_way(trees: list[Source]) -> None:
     """``fp8dist/__init__.py`` imports the rooms of public names when they are used, and for type checkers."""
     wrong = [
-        f"{path} imports {module}"
-        for room, path, tree in trees
-        for module in imports(tree)
-        if room_of(module) != room and FLOOR[str(room_of(module))] >= FLOOR[room]
-        if path != ROOT / "fp8dist" / "__init__.py"
+        f"{source.path} imports {module}"
+        for source in trees
+        for module in imports(source)
+        if room_of(module) != source.room and FLOOR[str(room_of(module))] >= FLOOR[source.room]
+        if source.path != ROOT / "fp8dist" / "__init__.py"
     ]
     assert not wrong
 
@@ -118,12 +125,12 @@ def test_the_core_loads_no_tool() -> None:
     assert not {*TESTED, *senders} & set(later)
 
 
-def test_no_globals_and_no_ranks_in_kernels(trees: list[tuple[str, Path, ast.Module]]) -> None:
+def test_no_globals_and_no_ranks_in_kernels(trees: list[Source]) -> None:
     wrong = []
     mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
-    for room, path, tree in trees:
-        wrong += [f"{path}: a global" for node in ast.walk(tree) if isinstance(node, ast.Global)]
-        for node in tree.body:
+    for room, path, nodes in trees:
+        wrong += [f"{path}: a global" for node in nodes if isinstance(node, ast.Global)]
+        for node in nodes[0].body:  # type: ignore[attr-defined]
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, mutable):
                 names = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
                 wrong += [f"{path}: module-level mutable {names}"] * (names != "__all__")
@@ -132,12 +139,12 @@ def test_no_globals_and_no_ranks_in_kernels(trees: list[tuple[str, Path, ast.Mod
     assert not wrong
 
 
-def test_files_of_a_room_import_each_other_without_circles(trees: list[tuple[str, Path, ast.Module]]) -> None:
+def test_files_of_a_room_import_each_other_without_circles(trees: list[Source]) -> None:
     graph = {}
-    for room, path, tree in trees:
-        root = ROOT / "kernels" if room == "kernels" else ROOT
-        name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        graph[name] = imports(tree)
+    for source in trees:
+        root = ROOT / "kernels" if source.room == "kernels" else ROOT
+        name = ".".join(source.path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        graph[name] = imports(source)
     tuple(graphlib.TopologicalSorter(graph).static_order())  # It raises CycleError.
 
 
@@ -150,33 +157,33 @@ def test_architecture_shows_the_same_rooms() -> None:
     assert [[name.rstrip("/") for name in row] for row in rows] == CORE + TOOLS
 
 
-def test_other_files_reach_into_a_manager_by_internals_alone(trees: list[tuple[str, Path, ast.Module]]) -> None:
+def test_other_files_reach_into_a_manager_by_internals_alone(trees: list[Source]) -> None:
     """``Internals`` of fp8dist/job/manager.py is the one way to what is not public."""
     reached = [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
-        for _, path, tree in trees
-        for node in ast.walk(tree)
+        for _, path, nodes in trees
+        for node in nodes
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
         if path.name != "manager.py" and ast.unparse(node.value).rpartition(".")[2] in ("manager", "_manager", "_owner")
     ]
     assert not reached
 
 
-def test_classes(trees: list[tuple[str, Path, ast.Module]]) -> None:
+def test_classes(trees: list[Source]) -> None:
     """A class name stands once, and no class has over 30 methods."""
-    classes = [node for _, _, tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for source in trees for node in source.nodes if isinstance(node, ast.ClassDef)]
     assert {name for name, count in Counter(node.name for node in classes).items() if count > 1} == set()
     methods = {node.name: sum(isinstance(part, ast.FunctionDef) for part in node.body) for node in classes}
     assert {name: count for name, count in methods.items() if count > 30} == {}
 
 
-def test_names_have_verbs_of_programmers(trees: list[tuple[str, Path, ast.Module]]) -> None:
+def test_names_have_verbs_of_programmers(trees: list[Source]) -> None:
     """Names do not tell, hear or say: see CONTRIBUTING, "Style". The ``tell`` of a file is Python's own."""
     spoken = re.compile(r"(^|_)(tell|told|hear|heard|say|said)(s|ing)?(_|$)|Tell|Told|Hear|Say|Said")
     found = {
         f"{path.relative_to(ROOT)}: {name}"
-        for _, path, tree in trees
-        for node in ast.walk(tree)
+        for _, path, nodes in trees
+        for node in nodes
         for name in (getattr(node, key, None) for key in ("id", "name", "arg", "attr"))
         if isinstance(name, str) and name != "tell" and spoken.search(name)
     }

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.support.forked import ROOT
+from tests.support import forked
 from tests.support.suite import Spent, crossed, few, in_tenth, lines
 
 BURN = "import time\nwhile time.process_time() < {}: pass"
@@ -69,15 +69,15 @@ def test_of_few_cases_the_others_are_nightly() -> None:
         few("ab", "c")
 
 
+def _two_runs(words: list[str]) -> int:
+    print(*(int(pytest.main([*words, f"--cpu-limit={limit}"])) for limit in (0.01, 1000)))
+    return 0
+
+
 @pytest.mark.slow
 def test_a_run_beyond_the_limit_fails() -> None:
     test = "tests/test_suite.py::test_the_ten_tenths_make_all_tests"
-    program = (  # Two runs in one process, which imports torch once.
-        "import pytest\n"
-        f"words = ['-q', '-n', '0', '-p', 'no:cacheprovider', {test!r}]\n"
-        "print(*(int(pytest.main([*words, f'--cpu-limit={limit}'])) for limit in (0.01, 1000)))\n"
-    )
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    run = forked.run(["-q", "-n", "0", "-p", "no:cacheprovider", test], None, {}, main=_two_runs)
     assert run.stdout.splitlines()[-1:] == ["1 0"], run.stdout + run.stderr
     for limit in (0.01, 1000):
         assert f"s  {test}\nthe limit for all is {limit:g} s\n" in run.stdout

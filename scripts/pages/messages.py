@@ -199,11 +199,13 @@ def messages_in(path: Path, place: str) -> Iterator[tuple[str, str]]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     public = public_errors()
     constants = _texts_in(tree.body)
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    every = [*ast.walk(tree)]
+    defined = [node for node in every if isinstance(node, ast.FunctionDef)]
+    functions = {node.name: node for node in defined}
     seen: set[int] = set()
-    for function in [*(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), tree]:
-        known = {**constants, **_texts_in(ast.walk(function))}
-        for call in ast.walk(function):
+    for nodes in [*([*ast.walk(function)] for function in defined), every]:
+        known = {**constants, **_texts_in(nodes)}
+        for call in nodes:
             if not isinstance(call, ast.Call) or not call.args or id(call) in seen:
                 continue
             called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

@@ -22,6 +22,7 @@ import fp8dist
 from fp8dist.cli.main import main
 from tests.support import forked
 from tests.support.pages import blocks, pages
+from tests.support.suite import few
 
 SAVED, KILLED, LAST = 5, 9, 10
 """Steps: the first save; the one that ends with SIGKILL; the last save. The recorder watches one after the kill."""
@@ -84,7 +85,7 @@ def _run(program: str, folder: Path, ranks: int, *actions: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("job", few(["ddp", "fsdp2"], "ddp"))
 def test_a_job_whose_weights_are_nan_on_all_ranks_saves_no_more(tmp_path: Path, job: str) -> None:
     _, saved, last = POISONED
     error = _run(_program(f"docs/{job}-complete.md", saved, last), tmp_path, 2, "nan")

@@ -1,4 +1,4 @@
-"""Pages mention only existing names, and each public name; they are short, in order, and quote what the code says."""
+"""Pages mention only existing names; they are short, in order, and quote what the code says."""
 
 from __future__ import annotations
 
@@ -12,16 +12,11 @@ from typing import TypeGuard
 
 import pytest
 
-import fp8dist
-from fp8dist.job.manager import StateManager
-from fp8dist.state.settings import VARIABLES
-from launch.train_gpt import exits
 from launch.train_gpt.data import BadInput
 from launch.train_gpt.options import Options
 from scripts.pages.filling import names
 from scripts.pages.flags import command_line, job_parser
-from tests.support.lab import exits as lab_exits
-from tests.support.named import code_of, lab_parser, metrics, own_flags, strangers
+from tests.support.named import code_of, lab_parser, strangers
 from tests.support.pages import MADE, ROOT, TOP, blocks, pages
 
 PAGES = pages()
@@ -67,20 +62,6 @@ def test_a_planted_call_is_found() -> None:
     assert strangers("Call `refresh_weightz()`.\n") == ["refresh_weightz()"]
     text = "a `b` ``c ` d`` e\n\n```python\nf\n```\n\ng `h\ni` j\n"
     assert code_of(text) == ["f\n", "b", "c ` d", "h\ni"]
-
-
-def test_every_name_is_on_some_page() -> None:
-    words = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/"))
-    methods = [f"manager.{name}" for name in vars(StateManager) if not name.startswith(("_", "join_"))]
-    everything = [*fp8dist.__all__, *methods, *own_flags(), *VARIABLES, *metrics()]
-    assert [name for name in everything if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", words)] == []
-
-
-def test_every_exit_status_is_on_the_page() -> None:
-    assert "| 0 | " in PAGES["docs/example-job.md"]
-    for module, page in ((exits, "docs/example-job.md"), (lab_exits, "docs/fault-lab.md")):
-        statuses = [value for name, value in vars(module).items() if name.isupper() and isinstance(value, int)]
-        assert [status for status in statuses if f"| {status} | " not in PAGES[page]] == []
 
 
 def refused(command: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 from fp8dist.runs.report import facts
 from fp8dist.runs.report.live import LiveRun
 from fp8dist.runs.report.numbers import read_run
-from tests.support.main_job import ALONE, RANKS, TABLE_HEADER, TINY, assert_refused, finish, metrics, start, stop
+from tests.support.main_job import ALONE, RANKS, TABLE_HEADER, TINY, assert_refused, finish, metrics, start
 from tests.support.suite import few
 
 SCALE, WEIGHT = "blocks.0.attention_out:weight", "blocks.0.mlp_in.weight"
@@ -82,8 +82,16 @@ USUAL = ("scale", "weight", "two ranks cannot mend a lost update", "product, alo
 @pytest.mark.parametrize("name", few(FOUND, *USUAL))
 def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
     flags, ranks, step, expected = FOUND[name]
-    stopped = stop(tmp_path, "--inject", *flags.split(), command=ALONE if ranks == 1 else RANKS, NPROC=str(ranks))
-    found = sorted(stopped.findings, key=lambda finding: str(finding["detail"]))
+    job = (*TINY, "--inject", *flags.split(), "--out", str(tmp_path))
+    done = start(ALONE if ranks == 1 else RANKS, *job, NPROC=str(ranks), TMPDIR=str(tmp_path))
+    assert (done.returncode, done.stdout) == (4, ""), done.stdout + done.stderr
+    assert done.stderr.count(TABLE_HEADER) == 1
+    assert (tmp_path / "divergence.txt").read_text() in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "summary.json").exists()
+    report = json.loads((tmp_path / "divergence.json").read_text())
+    assert report["consistent"] is False
+    found = sorted(report["findings"], key=lambda finding: str(finding["detail"]))
     several = len(found) if len(expected) == 1 and "name" not in expected[0] else 1
     for finding, wanted in zip(found, expected * several, strict=True):
         assert finding["step"] == step or not step
@@ -93,9 +101,9 @@ def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
         assert f"{EXPERTS}.up_proj" in {finding["name"] for finding in found}
     if name == "scale":
         assert found[0]["value"] == 2 * found[0]["expected"]
-        assert f"[rank 1] --inject scale:1:5: scale of {SCALE} is now" in stopped.stderr
+        assert f"[rank 1] --inject scale:1:5: scale of {SCALE} is now" in done.stderr
         # Completed steps whose losses were not shared yet are kept too.
-        assert [line["step"] for line in metrics(stopped.out)] == [1, 2, 3, 4]
+        assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
@@ -121,9 +129,11 @@ def test_a_wrong_product_is_found_by_audits_alone_and_the_folder_shows_it(tmp_pa
 def test_without_fp8_ranks_that_differ_may_go_on(tmp_path: Path) -> None:
     flags = ["--inject", "skip:1:6", "--check-every", "3", "--check-policy", "warn", "--precision", "fp32"]
     run = finish(tmp_path, RANKS, *TINY, *flags)
-    assert run.output.count(TABLE_HEADER) == 3  # After 6 and 9 steps, and at the end.
-    assert (run.summary["checks"], run.summary["divergences"]) == (4, 3)
+    assert run.output.count(TABLE_HEADER) == 3
+    assert (run.summary["checks"], run.summary["divergences"]) == (4, 3)  # After 3, 6, 9 and 12 steps.
     assert run.summary["parameters_identical"] is False
+    assert "wait_max_ms" in run.lines[0]
+    assert not [name for line in run.lines for name in line if name.startswith("sync")]
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -149,6 +159,7 @@ def test_a_nan_and_a_jump_of_the_loss_are_events_and_stop_nobody(tmp_path: Path)
     (spike,) = events(tmp_path, "spike")
     assert spike["step"] == 11
     assert spike["loss"] > 1.5 * spike["median"]
+    assert run.summary["loss_alarms"] == 1
 
 
 REPLAYS = ["--layers", "2", "--accumulate", "2", "--log-every", "1"]
@@ -209,13 +220,21 @@ def test_a_jump_names_the_cast_and_the_step_of_its_amax(tmp_path: Path) -> None:
     assert told.endswith(f", first in blocks.1.mlp_in, input, rank 1, microbatch {jump['microbatch']}, of step 5")
 
 
-@pytest.mark.long
-def test_a_spike_that_stops_the_run_is_replayed_before(tmp_path: Path) -> None:
-    flags = ["--steps", "13", "--loss-guard", "stop", "--replay-on", "spike", "--inject", "spike:1:12"]
-    done = start(RANKS, *TINY, *REPLAYS, *flags, "--out", str(tmp_path))
-    assert done.returncode == 6, done.stderr
-    (replay,) = events(tmp_path, "replayed")
-    assert {"step": 12, "trigger": "spike", "module": "lm_head"}.items() <= replay.items()
+@pytest.mark.slow
+def test_a_loss_that_jumps_is_replayed_and_stops_all_ranks_with_exit_6(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    flags = ["--loss-guard", "stop", "--replay-on", "spike", "--inject", "spike:1:11", "--save-every", "8"]
+    done = start(RANKS, *TINY, *flags, "--out", str(out))
+    assert done.returncode == 6, done.stdout + done.stderr
+    assert done.stderr.count("train_gpt: stopped by --loss-guard: step 11: the loss ") == 1
+    assert "Traceback" not in done.stderr
+    (replay,) = events(out, "replayed")
+    assert {"step": 11, "trigger": "spike", "module": "lm_head"}.items() <= replay.items()
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == list(range(1, 12))
+    assert lines[-1]["loss"] > 10 * lines[-2]["loss"]  # The mean: only rank 1's loss jumped.
+    assert not (out / "summary.json").exists()
+    assert (out / "checkpoints/step-00000008/.metadata").exists()
 
 
 @pytest.mark.slow

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
 import fp8dist
+from launch.train_gpt import options as example
 from launch.train_gpt.model import GPT
-from launch.train_gpt.options import RECIPES
+from tests.support.lab import options
 from tests.support.lab.options import parse
 from tests.support.lab.recipes import fallback_of, overrides_of, recipe_of
-from tests.support.main_job import CHECK, EXAMPLE_CHECK, assert_refused, start
+from tests.support.main_job import ROOT, assert_refused
 
 OF_THE_EXAMPLE = {
     "--recpie delayed": "unrecognized arguments: --recpie",
@@ -32,37 +34,11 @@ OF_THE_EXAMPLE = {
 """Flags on two ranks, and the message. The lab refuses them too."""
 
 OF_THE_LAB = {
-    "--margin much": "--margin",
     "--out setup.cfg/run": "--out setup.cfg/run: Not a directory",
-    # Recipes.
-    "--recipe current --history-len 16": "--history-len is for delayed scaling",
-    "--recipe rowwise --update next_step": "--update is for delayed scaling",
-    "--override a=current --override a=block": "--override a=… is given more than once",
-    "--layers 3 --high-first 2 --high-last 1": "leave none of the --layers 3 in FP8",
-    "--recipe block --fast-gemms fprop": "--fast-gemms is for delayed, current and rowwise scaling, got block",
-    "--steps 9 --fp8-start-step 10": "--fp8-start-step 10 is beyond --steps 9",
-    # Flags that need another.
     "--fallback-steps 5 --fallback-saturated 1.5": "--fallback-saturated: must be a share",
-    "--fallback-underflow 0": "--fallback-underflow needs --fallback-steps",
-    "--scale-jump 8": "--scale-jump needs --watch-every",
     "--watch-every 1 --scale-jump 1": "--scale-jump: must be finite and above 1",
-    "--tensorboard": "--tensorboard needs --watch-every",
-    "--watch-ranks": "--watch-ranks needs --watch-every",
-    "--loss-factor 2": "--loss-factor needs --loss-guard",
     "--loss-guard warn --loss-factor 0.5": "--loss-factor: must be finite and at least 1",
-    "--loss-guard fallback --precision fp32": "--loss-guard fallback needs --precision fp8",
-    "--audit-every 0 --audit-bytes 9": "--audit-bytes needs --audit-every",
-    "--stop-after 4": "--stop-after needs --save-every",
-    "--stop-after 9 --steps 8": "--stop-after 9 is beyond --steps 8",
-    # Mixtures.
-    "--top-k 2": "--top-k needs --experts",
-    "--experts 2 --top-k 3": "--top-k 3 is more than the --experts 2",
-    "--experts 2 --parallel fsdp1": "--experts in FP8 is not for --parallel fsdp1",
-    # Replays.
-    "--replay-on nonfinite --parallel fsdp1": "--replay-on is not for --parallel fsdp1",
-    "--replay-on jump": "--replay-on jump needs --precision fp8, --watch-every and --scale-jump",
-    "--replay-on spike": "--replay-on spike needs --loss-guard",
-    "--replay-on nonfinite --precision fp32": "--replay-on nonfinite needs --loss-guard, or --precision fp8",
+    "--share-batch --batch-size 3": "--share-batch needs a --batch-size that is a multiple of the 2 ranks",
     # Words that have another form.
     **{
         f"--{flag} {word}": f"argument --{flag}: invalid {reader} value: '{word}'"
@@ -92,27 +68,34 @@ OF_THE_LAB = {
 }
 
 
-def test_a_mistake_is_one_line_and_exit_2() -> None:
+def test_a_mistake_is_one_line_and_exit_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for flags, message in {**OF_THE_EXAMPLE, **OF_THE_LAB}.items():
-        for command in (CHECK, EXAMPLE_CHECK) if flags in OF_THE_EXAMPLE else (CHECK,):
-            assert_refused(start(command, *flags.split()), message)
+        for check in (options.check, example.check) if flags in OF_THE_EXAMPLE else (options.check,):
+            with pytest.raises(SystemExit) as left:
+                check(flags.split())
+            said = capsys.readouterr()
+            done = CompletedProcess(flags, left.value.code, said.out, said.err)  # type: ignore[arg-type]
+            assert_refused(done, message)
 
 
 def test_flags_of_recipes() -> None:
     names = ("DelayedScaling", "CurrentScaling", "RowwiseScaling", "BlockScaling", "MXFP8Scaling", "NVFP4Scaling")
-    for kind, name in zip(RECIPES, names, strict=True):
+    for kind, name in zip(example.RECIPES, names, strict=True):
         assert recipe_of(parse(["--recipe", kind])) == getattr(fp8dist, name)()  # Its defaults are the library's.
     flags = "--recipe block --power-of-two --high-gemms wgrad,fprop --margin 1 --layers 4 --high-first 1 --high-last 2"
+    flags += " --format e4m3 --amax-algo most_recent"
     overrides = ["*.qkv=delayed", "blocks.2.*=current", "lm_head=high"]
     given = parse([*flags.split(), *(part for override in overrides for part in ("--override", override))])
     assert given.recipes == {"block", "delayed", "current"}
-    common: dict[str, Any] = {"power_of_two": True, "high_precision": ("fprop", "wgrad")}
+    common: dict[str, Any] = {"power_of_two": True, "high_precision": ("fprop", "wgrad"), "format": "e4m3"}
     assert recipe_of(given) == fp8dist.BlockScaling(**common)
     assert list(overrides_of(given, GPT(4, 16, 1, 8)).items()) == [
         ("blocks.0.*", "high"),
         ("blocks.2.*", "high"),
         ("blocks.3.*", "high"),
-        ("*.qkv", fp8dist.DelayedScaling(margin=1, **common)),
+        ("*.qkv", fp8dist.DelayedScaling(margin=1, amax_algo="most_recent", **common)),
         ("lm_head", "high"),
     ]
     assert fallback_of(given) is None

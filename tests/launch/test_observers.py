@@ -9,14 +9,13 @@ import re
 import pytest
 
 from fp8dist.cli.main import main
-from tests.support.main_job import ALONE, RANKS, TINY, Runs
+from tests.support.main_job import RANKS, TINY, Runs
 from tests.support.suite import few
 
 PLAIN = "--accumulate 2 --calibrate-steps 2"
 WATCH = "--watch-every 4 --watch-ranks --save-every 12"
-AUDITS = "--audit-every 1 --audit-bytes 4096"
+AUDITS = "--audit-every 4 --audit-bytes 4096"
 SPIKE = "--layers 2 --steps 16 --loss-guard warn --inject spike:1:12"
-ALARM = ["--layers", "2", "--width", "64", "--inject", "spike:0:11"]
 
 OBSERVED = [
     ("fsdp2", "--accumulate 2", f"{WATCH} {AUDITS}"),  # The run without is that of test_train_gpt.py, too.
@@ -54,15 +53,3 @@ def test_an_observer_changes_no_bit(parallel: str, flags: str, more: str, runs: 
         (said,) = [event["sentence"] for event in events if event["kind"] == "replayed"]
         # The fault is in the model of one rank, not in its data.
         assert said.startswith("ranks 0, 1 differ on the same data, first in module 'lm_head', output")
-
-
-@pytest.mark.slow
-def test_a_guard_warns_of_a_jump_beyond_its_factor_and_changes_nothing(runs: Runs) -> None:
-    unwatched, warned, deaf = (
-        runs(ALONE, *TINY, *ALARM, *flags)
-        for flags in ((), ("--loss-guard", "warn"), ("--loss-guard", "warn", "--loss-factor", "1000"))
-    )
-    assert "step 11: the loss " in warned.output
-    assert [run.summary["loss_alarms"] for run in (unwatched, warned, deaf)] == [0, 1, 0]
-    assert warned.losses == unwatched.losses
-    assert warned.summary["parameters_sha256"] == unwatched.summary["parameters_sha256"]

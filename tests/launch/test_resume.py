@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp8dist.runs.report.folder import RunFolder
-from tests.support import forked
-from tests.support.lab import job
 from tests.support.main_job import ALONE, RANKS, STEPS, TINY, Run, Runs, finish
 from tests.support.suite import few
 
@@ -24,7 +21,6 @@ RESUMED: dict[str, tuple[str, str, int, int]] = {
     "ddp": ("--watch-every 3 --watch-ranks --check-every 5", "3", 6, 4),
     # The interruption comes during the steps in high precision.
     "alone": (f"{TWO_BLOCKS} --fp8-start-step 9 --calibrate-steps 1 --watch-every 3 --scale-jump 4", "1", 5, 5),
-    # The whole run is that of test_mixture.py, too.
     "mixture in fsdp2": (f"{MIXED} --parallel fsdp2 --check-every 4 --watch-every 4 --watch-ranks", "2", 6, 6),
     "fsdp1": ("--parallel fsdp1", "2", 6, 4),
     "fsdp2": ("--parallel fsdp2 --update next_step", "2", 7, 2),
@@ -109,21 +105,3 @@ def test_auto_starts_afresh_where_there_is_nothing(tmp_path: Path) -> None:
     assert again.losses == first.losses
     for key in ("parameters_sha256", "final_training_loss", "validation_loss"):
         assert again.summary[key] == first.summary[key]
-
-
-def _with_small_files(flags: list[str]) -> int:
-    """Run the job with files limited to 40 KiB. A checkpoint's files are larger."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40 * 1024, resource.RLIM_INFINITY))
-    return job.start(flags)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_written_is_exit_3(tmp_path: Path) -> None:
-    flags = [*TINY, "--precision", "fp32", "--save-every", "4", "--out", str(tmp_path / "run")]
-    done = forked.run(flags, None, {}, main=_with_small_files)
-    assert done.returncode == 3, done.stdout + done.stderr
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith("rank 0: checkpoint of step 4 could not be written: ")
-    assert "File too large" in said
-    assert "Traceback" not in done.stderr
-    assert not list((tmp_path / "run/checkpoints").glob("step-*"))

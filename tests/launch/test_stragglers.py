@@ -178,12 +178,3 @@ def test_the_slow_rank_is_named_and_trains_the_same(runs: Runs) -> None:
 def test_one_slow_rank_of_four(runs: Runs) -> None:
     flags = ["--parallel", "fsdp2", "--update", "next_step", "--inject", f"slow:2:{2 * SLOW_MS}"]
     assert_named(runs(RANKS, *TINY, *flags, NPROC="4"), 2, 4)
-
-
-@pytest.mark.long
-@pytest.mark.nightly
-def test_high_precision_has_stragglers_too(runs: Runs) -> None:
-    flags = [*TINY, "--precision", "fp32", "--accumulate", "2", "--inject", f"slow:0:{SLOW_MS // 2}"]
-    run = runs(RANKS, *flags)
-    assert run.summary["waiting"]["straggler"]["rank"] == 0
-    assert not [name for line in run.lines for name in line if name.startswith("sync")]

@@ -34,9 +34,10 @@ Program = tuple[nn.Module | Sequence[nn.Module], Callable[[], Any]]
 def report_of(
     program: str, kind: Kind, shards: int, path: Path, faults: Collection[str] = (), **options: Any
 ) -> ExactReport:
-    """Record one step on rank 0, run it by a program on all ranks, and return what ``compare`` finds."""
+    """Record one step on rank 0, unless ``path`` has it, run it by a program on all ranks, and return what ``compare``
+    finds."""
     data = batch(kind, shards)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and not path.exists():
         record(Transformer(kind), losses, data, path)
     dist.barrier()
     model, step = globals()[program](kind, data, faults, **options)

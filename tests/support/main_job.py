@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
-import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +36,6 @@ RANKS = ("forked ranks",)
 ALONE = ("a forked process",)
 EXAMPLE_RANKS = ("forked ranks of the example job",)
 
-CHECK = ("a check of the flags",)
-EXAMPLE_CHECK = ("a check of the example job's flags",)
-"""``python -m launch.train_gpt.options`` in this process. Only reports wrong flags."""
-
 STEPS = 12
 SIZE = f"--layers 1 --width 32 --heads 2 --context 32 --batch-size 4 --steps {STEPS}".split()
 TINY = [*SIZE, "--log-every", "5"]
@@ -69,9 +62,6 @@ class Run:
 def start(command: tuple[str, ...], *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command of the job with additional environment variables, on two ranks if it starts several."""
     variables = {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1", **variables}
-    if command in (CHECK, EXAMPLE_CHECK):
-        check = lab_options.check if command == CHECK else options.check
-        return _checked(check, flags, {**variables, "WORLD_SIZE": variables["NPROC"]})
     if command == EXAMPLE_RANKS:
         return forked.run(flags, int(variables["NPROC"]), variables, main=train.main)
     if command == LAUNCH:
@@ -87,24 +77,6 @@ def start(command: tuple[str, ...], *flags: str, **variables: str) -> subprocess
 def _launch(words: list[str]) -> int:
     os.chdir(os.environ.get("FOLDER", ROOT))
     return main(["launch", *words])
-
-
-def _checked(
-    check: Callable[[Sequence[str]], None], flags: tuple[str, ...], variables: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    words = ["options", *flags]
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.chdir, Path.cwd())
-        os.chdir(ROOT)
-        stack.enter_context(mock.patch.dict(os.environ, variables))
-        stack.enter_context(contextlib.redirect_stdout(out))
-        stack.enter_context(contextlib.redirect_stderr(err))
-        try:
-            check(flags)
-        except SystemExit as left:
-            status = int(left.code or 0)
-    return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 
 def finish(out: Path, command: tuple[str, ...], *flags: str, **variables: str) -> Run:
@@ -147,36 +119,6 @@ class Runs:
 def metrics(out: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """The output of a run that stopped because its ranks differ."""
-
-    report: dict[str, Any]
-    table: str
-    out: Path
-    stderr: str
-
-    @property
-    def findings(self) -> list[dict[str, Any]]:
-        return self.report["findings"]
-
-
-def stop(folder: Path, *flags: str, command: tuple[str, ...] = RANKS, **variables: str) -> Stopped:
-    """Run the job until it stops. Assert that it stops as documented."""
-    out = folder / "run"
-    done = start(command, *TINY, *flags, "--out", str(out), TMPDIR=str(folder), **variables)
-    assert done.returncode == 4, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    table = (out / "divergence.txt").read_text()
-    report = json.loads((out / "divergence.json").read_text())
-    assert report["consistent"] is False
-    assert done.stdout == ""
-    assert done.stderr.count(TABLE_HEADER) == 1
-    assert table in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (out / "summary.json").exists()
-    return Stopped(report, table, out, done.stderr)
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None:

@@ -7,7 +7,6 @@ Wrong arguments are in ``tests/test_arguments.py``, patterns in ``tests/job/test
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -29,7 +28,6 @@ SCENARIOS = Scenarios()
 scenario, add = SCENARIOS.scenario, SCENARIOS.add
 
 SOON = timedelta(seconds=4)
-TWO: dict[str, Any] = {"ranks": 2, "everywhere": True}
 
 
 class InPart(nn.Module):
@@ -82,12 +80,6 @@ def attach_part(case: Case) -> None:
     case.build().manager.attach(case.called.up, optimizer=case.optimizer)
 
 
-@scenario("the manager is pickled, fsdp2", RAISED, "process group cannot be pickled", r"state_dict\(\)", **TWO)
-def pickled_manager(case: Case) -> None:
-    """As DCP does if a Stateful of the user's has the manager in its state dict."""
-    torch.save(case.attached("fsdp2").manager, io.BytesIO())
-
-
 ALL: dict[str, Any] = {"ranks": 2, "everywhere": True}
 MISMATCH: dict[str, Any] = {**ALL, "errors": ("ManifestMismatchError",)}
 DIVERGED: dict[str, Any] = {**MISMATCH, "errors": ("DivergenceError",)}
@@ -106,16 +98,8 @@ def _narrower(rank: int) -> nn.Module:
     return make_net(dtype=(torch.float32, torch.bfloat16)[rank])
 
 
-def _tied(rank: int) -> nn.Module:
-    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    if rank == 1:
-        net[1].weight = net[0].weight
-    return net
-
-
 add("ranks have other widths", _models(_wider), RAISED, r"\b1\b", **MISMATCH)
 add("ranks have other dtypes", _models(_narrower), RAISED, r"\bup\b|\bdown\b", "bfloat16", **MISMATCH)
-add("ranks tie other weights", _models(_tied), RAISED, r"\b1\b", **MISMATCH)
 
 
 @scenario("start= on one rank", RAISED, "start", **MISMATCH)

@@ -1,4 +1,7 @@
-"""Mistakes with optimizers and steps, and unusual steps that are right."""
+"""Mistakes with optimizers and steps, and unusual steps that are right.
+
+What each boundary says to a second step without one is in ``tests/job/test_step_watch.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import itertools
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,18 +30,17 @@ RECREATED = ("AdamW", r"\b2\b.*FP8|FP8.*\b2\b", *REMEDY)
 TWO: dict[str, Any] = {"ranks": 2, "everywhere": True}
 
 
-def _recreated(layout: str = "one", recipe: Any = None, steps: int = 3) -> Any:
-    """After ``steps`` steps there is a new optimizer, which is not attached."""
+def _recreated(layout: str = "one", recipe: Any = None) -> Any:
+    """After three steps there is a new optimizer, which is not attached."""
 
     def program(case: Case) -> None:
         net = case.attached(layout, recipe=recipe).called
-        case.train(steps).train(optimizer=adamw(net)).judge(STEPS if layout == "one" and recipe is None else None)
+        case.train(3).train(optimizer=adamw(net)).judge(STEPS if layout == "one" and recipe is None else None)
 
     return program
 
 
 add("optimizer re-created after attach", _recreated(), RAISED, *RECREATED)
-add("optimizer re-created before the first step", _recreated(steps=0), RAISED, *RECREATED)
 _NEXT_STEP = _recreated(recipe=fp8dist.DelayedScaling(update="next_step"))
 add("re-created, next_step", _NEXT_STEP, RAISED, *RECREATED)
 _CURRENT = _recreated(recipe=fp8dist.CurrentScaling())
@@ -56,12 +57,9 @@ def resumed(case: Case) -> None:
     case.train(after=torch.optim.lr_scheduler.LambdaLR(case.optimizer, lambda step: 1.0).step)
 
 
-def _forgotten(case: Case, layout: str = "one") -> None:
-    case.build(layout).attach(optimizer=None).train()
-
-
-scenario("attach() without optimizer, and no manager.step()", RAISED, *REMEDY)(_forgotten)
-scenario("attach(model) only, fsdp2", RAISED, *REMEDY, **TWO)(partial(_forgotten, layout="fsdp2"))
+@scenario("attach(model) only, fsdp2", RAISED, *REMEDY, **TWO)
+def forgotten(case: Case) -> None:
+    case.build("fsdp2").attach(optimizer=None).train()
 
 
 @scenario("manager.step() although an optimizer is attached", RAISED, 'boundary="manual"')
@@ -109,12 +107,6 @@ def groups_replaced(case: Case) -> None:
     optimizer = case.attached().train(3).optimizer
     optimizer.param_groups = [{**optimizer.param_groups[0], "params": list(case.called.parameters())}]
     case.train().judge(STEPS)
-
-
-@scenario("two models with swapped managers", RAISED, "attach")
-def swapped_managers(case: Case) -> None:
-    one, two = copy.copy(case.build()), case.build()
-    one.manager.attach(two.called, optimizer=two.optimizer)
 
 
 @scenario("two models with swapped optimizers", SAID, r"\bup\b", "optimizer")
@@ -442,11 +434,6 @@ def trained_before(case: Case) -> None:
     case.build().train(3).attach().train().judge(STEPS)
 
 
-@scenario("a phase with an optimizer of another class", RAISED, "SGD", *RECREATED[1:])
-def another_class(case: Case) -> None:
-    case.attached().train(3).train(optimizer=torch.optim.SGD(case.called.parameters(), lr=0.5))
-
-
 @scenario("a deep copy's manager is attached to the original's optimizer", SAID, "optimizer")
 def copy_with_old_optimizer(case: Case) -> None:
     case.called = copy.deepcopy(case.attached().train(3).called)
@@ -458,11 +445,6 @@ def every(n: int, call: Callable[[], Any]) -> Callable[[], None]:
     """Return a function whose every n-th call calls ``call``."""
     count = itertools.count(1)
     return lambda: call() if next(count) % n == 0 else None
-
-
-@scenario("manager.step() only every fourth step", RAISED, REMEDY[1])
-def every_fourth(case: Case) -> None:
-    case.build().attach(boundary="manual").train(after=every(4, case.manager.step))
 
 
 @scenario("frozen at attach, trained later by an optimizer of its own", RAISED, "AdamW", *REMEDY)
@@ -488,11 +470,6 @@ def lbfgs_recreated(case: Case) -> None:
 
     for _ in range(STEPS):
         new.step(closure)  # type: ignore[arg-type]
-
-
-@scenario('boundary="manual", and no manager.step()', RAISED, REMEDY[1])
-def no_manual_boundary(case: Case) -> None:
-    case.build().attach(boundary="manual").train()
 
 
 @scenario("two optimizers are attached, the second steps every fourth step", RAISED, "AdamW", *REMEDY)

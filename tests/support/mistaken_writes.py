@@ -1,7 +1,8 @@
 """Writes to weights after attach, and loading of states.
 
 Writes in one process are in ``tests/modules/test_written_weights.py``, and those that compiled forwards see in
-``test_compile.py`` beside it.
+``test_compile.py`` beside it. Those that torch counts, to weights that are gathered in
+FP8, are in ``tests/parallel/test_fsdp2_weights.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fp8dist import CurrentScaling, DelayedScaling, Recipe
+from fp8dist import CurrentScaling
 from tests.support.mistakes import LAYOUTS, STEPS, Case, batch, larger, load, make_net, plain, ranks_of, weights_of
 from tests.support.scenarios import RAISED, RIGHT, WARNED, Scenarios
 from tests.support.training import bits, state_bits
@@ -45,11 +46,6 @@ def mul(called: nn.Module, factor: float, of: str) -> None:
         weight.mul_(factor)
 
 
-def data_mul(called: nn.Module, factor: float, of: str) -> None:
-    for weight in _weights(called, of):
-        weight.data.mul_(factor)
-
-
 @torch.no_grad()
 def to_local(called: nn.Module, factor: float, of: str) -> None:
     for weight in _weights(called, of):
@@ -62,17 +58,16 @@ def summoned(called: nn.Module, factor: float, of: str) -> None:
 
 
 WRITES: dict[str, tuple[Write, tuple[str, ...]]] = {
-    "load_state_dict": (load_state_dict, LAYOUTS),
-    "mul_": (mul, ("ddp", "fsdp1", "gather")),
-    "data.mul_": (data_mul, ("gather",)),
+    "load_state_dict": (load_state_dict, tuple(layout for layout in LAYOUTS if layout != "gather")),
+    "mul_": (mul, ("ddp", "fsdp1")),
     "to_local().mul_": (to_local, ("gather", "tp")),
     "summon_full_params": (summoned, ("fsdp1",)),
 }
 
 
-def _written(write: Write, layout: str, of: str, recipe: Recipe | None = None) -> Callable[[Case], None]:
+def _written(write: Write, layout: str, of: str) -> Callable[[Case], None]:
     def program(case: Case) -> None:
-        case.attached(layout, recipe=recipe).train(2)
+        case.attached(layout).train(2)
         write(case.called, 8.0, of)
         case.output("eval forward after the write", train=False).train(1)
         write(case.called, 8.0, of)
@@ -88,14 +83,10 @@ def _written(write: Write, layout: str, of: str, recipe: Recipe | None = None) -
 
 for _name, (_write, _layouts) in WRITES.items():
     for _layout in _layouts:
-        _program, _of = _written(_write, _layout, LAST), {"ranks": ranks_of(_layout)}
-        if _layout == "gather" and _name in ("data.mul_", "to_local().mul_"):  # torch counts no write.
-            add(f"{_name} by 8, {_layout}", _program, MAY_WARN, "refresh_weights|saturat|scale", **_of)
-        else:
-            add(f"{_name} by 8, {_layout}", _program, RIGHT, **_of)
-for _layout in ("one", "gather"):  # These make activations grow.
-    _program = _written(load_state_dict, _layout, "weight")
-    add(f"load_state_dict of all layers by 8, {_layout}", _program, RIGHT, ranks=ranks_of(_layout))
+        # torch counts no write to a local tensor.
+        _outcome = MAY_WARN if _layout == "gather" else RIGHT
+        add(f"{_name} by 8, {_layout}", _written(_write, _layout, LAST), _outcome, ranks=ranks_of(_layout))
+add("load_state_dict of all layers by 8", _written(load_state_dict, "one", "weight"), RIGHT)  # Activations grow.
 
 
 @scenario("weights that stay after swapped_weights()", WARNED, r"swapped_weights\(\)", "put them back inside it")
@@ -176,11 +167,6 @@ def _swapped(layout: str) -> Callable[[Case], None]:
 for _layout in ("fsdp1", "gather"):
     add(f"mul_ by 2**-20, {_layout}", _shrunk(_layout), RIGHT, ranks=2)
     add(f"EMA in swapped_weights(), {_layout}", _swapped(_layout), RIGHT, ranks=2)
-
-
-_NEXT_STEP = _written(load_state_dict, "gather", LAST, DelayedScaling(update="next_step"))
-add("load_state_dict by 8, next_step", _NEXT_STEP, RIGHT, ranks=2)
-add("mul_ by 8, CurrentScaling", _written(mul, "gather", LAST, CurrentScaling()), RIGHT, ranks=2)
 
 
 @scenario("a tied weight is written to", RIGHT)

@@ -127,7 +127,6 @@ SCENARIOS.table(
     {
         "scheduler: zero first": Loop(schedule=zero_at(0), counted=STEPS - 1),
         "scheduler: zero in the middle": Loop(schedule=zero_at(2, 3), counted=STEPS - 2),
-        "accumulation": Loop(backward=microbatches(8), steps=3),
         "evaluation amid accumulation": Loop(backward=evaluating_between, same=Loop(backward=microbatches(3))),
         "two losses for one step": Loop(backward=two_losses, step=zero_in_place),
         "steps that the loop leaves out": Loop(step=leave_out_two, counted=STEPS - 2),
@@ -147,78 +146,32 @@ SCENARIOS.table(
     }
 )
 
-SCALED: dict[str, Callable[[Any], Optimizer]] = {
-    "unfused": lambda p: SGD(p, lr=0.1, foreach=False),
-    "fused": lambda p: AdamW(p, lr=0.01, fused=True),
-}
 
-
-def scaled(
-    kind: str,
-    *,
-    layers: bool = False,
-    loss: tuple[int, ...] = (),
-    gradient: int | None = None,
-    unscale: bool = False,
-    **parts: Any,
-) -> Loop:
-    """Return a loop with a GradScaler, which skips the steps whose gradients are infinite.
-
-    ``layers``: with an optimizer for each layer. ``loss``: steps whose loss is infinite. ``gradient``: a layer whose
-    gradient is infinite in step 2; the scaler skips that optimizer alone. One optimizer is in
-    ``tests/job/test_boundary.py``, also without the scaler.
-    """
-
-    def make(trial: Trial) -> list[Optimizer]:
-        trial.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)  # type: ignore[attr-defined]
-        return [SCALED[kind](of.parameters()) for of in ((trial.net[0], trial.net[2]) if layers else (trial.net,))]
-
-    def attach(trial: Trial) -> None:
-        trial.attach(*trial.optimizers, scaler=trial.scaler)  # type: ignore[attr-defined]
+@SCENARIOS.variants(enabled=[True, False])
+def gradscaler(enabled: bool) -> None:
+    """It skips two steps whose loss is infinite, if it is enabled. See also ``tests/job/test_boundary.py``."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=enabled)
 
     def backward(trial: Trial, index: int) -> None:
         x, y = batch(index)
-        times = math.inf if index in loss else 1.0
-        trial.scaler.scale(nn.functional.mse_loss(trial.net(x), y) * times).backward()  # type: ignore[attr-defined]
-        if index == 2 and gradient is not None:
-            trial.net[gradient].bias.grad.fill_(math.inf)
-
-    def step(trial: Trial, index: int) -> None:
-        scaler: Any = trial.scaler  # type: ignore[attr-defined]
-        if unscale:
-            scaler.unscale_(trial.optimizer)
-            nn.utils.clip_grad_norm_(trial.parameters(), 1.0)
-        for optimizer in trial.optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        for optimizer in trial.optimizers:
-            optimizer.zero_grad()
-
-    parts = {"counted": STEPS - len(loss), **parts}
-    return Loop(make=make, attach=attach, backward=backward, step=step, **parts)
-
-
-SCENARIOS.table(
-    {
-        "GradScaler: unscale_, fused": scaled("fused", loss=(2, 3), unscale=True),
-        "GradScaler: two fused optimizers": scaled("fused", layers=True, loss=(2,)),
-        "GradScaler skips the first of two": scaled("unfused", layers=True, gradient=0),
-        "GradScaler skips the last of two, fused": scaled("fused", layers=True, gradient=2),
-    }
-)
-
-
-@SCENARIOS.program
-def gradscaler_disabled() -> None:
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+        times = math.inf if enabled and index in (2, 3) else 1.0
+        scaler.scale(nn.functional.mse_loss(trial.net(x), y) * times).backward()
 
     def step(trial: Trial, index: int) -> None:
         scaler.unscale_(trial.optimizer)
+        nn.utils.clip_grad_norm_(trial.parameters(), 10.0)
         scaler.step(trial.optimizer)
         scaler.update()
         trial.optimizer.zero_grad()
 
-    Loop(attach=lambda trial: trial.attach(trial.optimizer, scaler=scaler), step=step, same=PLAIN)()
+    Loop(
+        make=partial(Trial.adamw, fused=enabled),
+        attach=lambda trial: trial.attach(trial.optimizer, scaler=scaler),
+        backward=backward,
+        step=step,
+        counted=STEPS - 2 if enabled else STEPS,
+        same=None if enabled else PLAIN,
+    )()
 
 
 @SCENARIOS.program

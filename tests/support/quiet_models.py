@@ -76,17 +76,12 @@ def two_managers(optimizers: str) -> None:
         assert trial.bits() == Loop(net=net, prepared={"recipe": recipe}).run().bits()
 
 
-@SCENARIOS.variants(copied=["the net", "the net and its optimizer"])
-def copy_trained_on_its_own(copied: str) -> None:
+@SCENARIOS.program
+def copied_with_its_optimizer_and_trained_on_its_own() -> None:
     """Copy and original continue from the same state; the original is not affected by the copy."""
     trial, mine = attached()
     trial.train(mine, 3)
-    if copied == "the net":
-        twin = copy.deepcopy(trial.net)
-        mine, theirs = trial.adamw(), AdamW(twin.parameters(), lr=0.01)
-        trial.attach(mine)
-    else:
-        twin, theirs = copy.deepcopy((trial.net, mine))
+    twin, theirs = copy.deepcopy((trial.net, mine))
     manager = fp8dist.get_manager(twin).attach(optimizer=theirs)
     for index in range(3, 6):
         trial.train(mine, 1, start=index)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-UNWRITTEN = 3
-"""A checkpoint could not be written."""
-
 FAILED_COLLECTIVE = 5
 """A collective failed or timed out, because another rank is gone or hangs.
 

@@ -1,4 +1,4 @@
-"""Failed collectives, failed checkpoints and SIGTERM. Each error is one line that names rank, step and phase."""
+"""Failed collectives and SIGTERM. Each error is one line that names rank, step and phase."""
 
 from __future__ import annotations
 
@@ -29,10 +29,6 @@ LAST_WORDS = 6.0
 
 class CollectiveFailed(Exception):
     """A collective failed or timed out on this rank; the message is one line for the terminal."""
-
-
-class CheckpointFailed(Exception):
-    """A checkpoint could not be written; the message is one line for the terminal."""
 
 
 class Whereabouts:
@@ -83,15 +79,6 @@ def is_of_a_collective(error: BaseException) -> bool:
         return False
     text = str(error).lower()
     return any(mark in text for mark in MARKS)
-
-
-def cause_of(error: BaseException) -> str:
-    """Return the error's type and message on one line; for a CheckpointException, those of the lowest failed rank."""
-    place = ""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank = min(error.failures)
-        place, error = f"rank {rank}: ", error.failures[rank][0]
-    return place + " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def outlive_torchrun(status: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from fp8dist import Slot, StateManager
@@ -73,6 +74,8 @@ class Injection:
             model.get_submodule(self._place).register_forward_pre_hook(self._plant_outlier)
         if any(fault.kind == "spike" for fault in self._faults):
             model.get_submodule("lm_head").register_forward_pre_hook(self._raise_logits)
+        if any(fault.kind == "kill-save" for fault in self._faults):
+            self._tap_writes()
         for fault in self._faults:
             if fault.kind == BAD_DEVICE:
                 self._spoil_products(fault, options.seed)
@@ -125,11 +128,6 @@ class Injection:
         }
         self._inject(step, after)
 
-    def files_written(self, step: int) -> None:
-        """Inject ``kill-save``, after this rank has written its file and before the checkpoint is complete. Local."""
-        if any((fault.kind, fault.step) == ("kill-save", step) for fault in self._faults):
-            self._die("kill-save", step)
-
     def _in_the_forward(self, module: nn.Module, arguments: Any, output: Tensor) -> None:
         if not torch.is_grad_enabled():  # Validation is left alone.
             return
@@ -138,6 +136,19 @@ class Injection:
             self._die("kill-forward", self._step)
         if self._has("kill-backward"):
             output.register_hook(lambda gradient: self._die("kill-backward", self._step))
+
+    def _tap_writes(self) -> None:
+        """Die after this rank has written its file and before the checkpoint is complete."""
+        writer: Any = FileSystemWriter
+        write = writer.write_data
+
+        def write_data(*args: Any) -> Any:
+            results = write(*args)
+            if self._has("kill-save"):
+                self._die("kill-save", self._step)
+            return results
+
+        writer.write_data = write_data
 
     def _hook_block(self, block: nn.Module) -> None:
         """Install ``nondeterminism`` and ``hidden-state``, which last for the whole run."""

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import sys
+from collections import Counter
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,26 +27,23 @@ import fp8dist
 from fp8dist.errors import CheckpointError, ConfigurationError, DivergenceError, LossDiverged, ManifestMismatchError
 from fp8dist.exporters import Prometheus, TensorBoard
 from fp8dist.state.settings import AUDIT_BYTES, Settings
+from launch.train_gpt import checkpoints
 from launch.train_gpt.data import BadInput, Text
 from launch.train_gpt.exits import DIVERGED, exit_with
 from launch.train_gpt.model import GPT
 from launch.train_gpt.train import Training, learning_rate_at, write_report
-from tests.support.lab.checkpoints import Checkpoints, Loaded
-from tests.support.lab.checks import Checks
-from tests.support.lab.exits import FAILED_COLLECTIVE, LOSS_DIVERGED, UNWRITTEN
-from tests.support.lab.failures import CheckpointFailed, CollectiveFailed, Whereabouts, outlive_torchrun
+from tests.support.lab.checkpoints import Loaded, load
+from tests.support.lab.exits import FAILED_COLLECTIVE, LOSS_DIVERGED
+from tests.support.lab.failures import CollectiveFailed, Whereabouts, outlive_torchrun
 from tests.support.lab.flags import NAN_SAMPLE
 from tests.support.lab.injection import MARK, Injection
 from tests.support.lab.mixture import MixtureGPT
 from tests.support.lab.options import Options, parse, prepare_input
 from tests.support.lab.parallel import Measured, parallel_of
 from tests.support.lab.progress import Progress
-from tests.support.lab.ranks import Ranks, digest_of, digest_of_state, joined_ranks, mean_of, meet_at_the_end
+from tests.support.lab.ranks import Ranks, digest_of, digest_of_state, joined_ranks, meet_at_the_end
 from tests.support.lab.recipes import fallback_of, overrides_of, recipe_of
 from tests.support.lab.skew import lines_of
-
-VALIDATION_BATCHES = 8
-"""Number of validation batches, over all ranks together."""
 
 TERMINATED = 128 + 15
 """Exit status of a rank that torchrun ended with SIGTERM (the shell convention)."""
@@ -75,18 +73,12 @@ class Job(Training):
                 f"--inject {NAN_SAMPLE}: the text has the byte {MARK}, which marks the sample: use other --data"
             )
         self.watch, self.loaded = watch, Loaded()
-        self.checkpoints = Checkpoints(options, ranks)
         with watch.during("starting"):
             super().__init__(options, ranks, text)
         left = options.fp8_start_step - 1 - self.done
         if self.manager is not None and left > 0 and not self.loaded.fp8:  # FP8 state includes the override.
             self.manager.set_precision("*", "high", steps=left)
-        self.checks = Checks(options, ranks, self.module, self.manager)
         self.injection = Injection(options, ranks, self.model, self.manager)
-        self.checkpoints.written = self.injection.files_written
-        self.checkpoints.finished = lambda step, path, digest: self.recorder.event(
-            "saved", step, path=str(path), **digest
-        )
         replayed = self.model if self.manager is None else self.manager
         self.buffer = fp8dist.ReplayBuffer(replayed) if options.replay_on else None
 
@@ -96,9 +88,7 @@ class Job(Training):
         return self.manager is not None and self.manager.settings.enabled
 
     def make_parallel(self) -> Measured:
-        made = parallel_of(self.options, self.ranks)
-        self.checkpoints.gathered_in = made.gathered_in
-        return made
+        return parallel_of(self.options, self.ranks)
 
     def make_model(self) -> GPT:
         options = self.options
@@ -132,13 +122,18 @@ class Job(Training):
         self.watch.name(manager)
         return manager
 
-    def find(self) -> Path | None:
-        return self.checkpoints.find()
-
     def load(self, folder: Path) -> int:
         with self.watch.during("loading the checkpoint"):
-            self.loaded = self.checkpoints.load(folder, self.module, self.optimizer, self.manager)
+            self.loaded = load(folder, self.options, self.ranks, self.module, self.optimizer, self.manager)
         return self.loaded.step
+
+    def save(self, step: int) -> None:
+        guard = None if self.guard is None else json.dumps(self.guard.state_dict())
+        run = {"step": step, "ranks": self.ranks.size, "gathered_in": self.parallel.gathered_in, "guard": guard}
+        with self.watch.during("saving a checkpoint"):
+            folder = checkpoints.save(self.options, run, self.module, self.optimizer, self.manager)
+        digest = {} if self.manager is None else {"digest": digest_of_state(self.manager)}
+        self.recorder.event("saved", step, path=str(folder), **digest)
 
     def make_guard(self) -> fp8dist.LossGuard | None:
         """Return what watches each step's loss, or None if it is off."""
@@ -195,17 +190,16 @@ class Job(Training):
         before = self.metrics()
         self.progress = Progress(options, self.ranks, self.recorder, self.manager, self.parallel.waiting, self.done)
         with self.recorder:
-            self.train_and_check()
+            self.train()
         spent = {name: value - before[name] for name, value in self.metrics().items()}
         with self.watch.during("summing up"):
             return self.summarise(spent)
 
-    def train_and_check(self) -> None:
-        """Train, check at the end, and write the last numbers also of a run that fails. COLLECTIVE."""
+    def train(self) -> None:
+        """Run all training steps, and write the last numbers also of a run that fails. COLLECTIVE."""
         try:
-            self.train()
-            with self.watch.during("checking at the end"):
-                self.checks.at_the_end(self.options.last_step)
+            for step in range(self.done + 1, self.options.last_step + 1):
+                self.train_step(step)
         except DivergenceError:
             self.progress.save_own()
             raise
@@ -214,25 +208,22 @@ class Job(Training):
                 self.progress.flush()
             raise
 
-    def train(self) -> None:
-        """Run all training steps. COLLECTIVE."""
+    def train_step(self, step: int) -> None:
+        """Run a step, and what is due after it. COLLECTIVE."""
         options, during, progress = self.options, self.watch.during, self.progress
-        for step in range(self.done + 1, options.last_step + 1):
-            with self.parallel.waiting.step():
-                loss, grad_norm = self.step(step)
-            progress.add(step, self.optimizer.param_groups[0]["lr"], loss, grad_norm)
-            if self.alarm is not None:
-                progress.tell(self.alarm)
-            if progress.due(step):
-                validates = options.eval_every and step % options.eval_every == 0
-                with during("sharing losses"):
-                    progress.flush(self.validation_loss if validates else None)
-            with during("checking"):
-                self.checks.after(step)
-            if options.saves_at(step):
-                guard = None if self.guard is None else json.dumps(self.guard.state_dict())
-                with during("saving a checkpoint"):
-                    self.checkpoints.save(step, self.module, self.optimizer, self.manager, guard)
+        with self.parallel.waiting.step():
+            loss, grad_norm = self.step(step)
+        progress.add(step, self.optimizer.param_groups[0]["lr"], loss, grad_norm)
+        if self.alarm is not None:
+            progress.tell(self.alarm)
+        if progress.due(step):
+            validates = options.eval_every and step % options.eval_every == 0
+            with during("sharing losses"):
+                progress.flush(self.validation_loss if validates else None)
+        if options.saves_at(step):
+            self.save(step)
+        with during("checking"):
+            self.check(step)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         self.watch.step = step
@@ -305,25 +296,12 @@ class Job(Training):
                     self.backward(*self.batch(step, 0, CALIBRATION))
         self.optimizer.zero_grad(set_to_none=True)
 
-    @torch.no_grad()
     def validation_loss(self) -> float:
-        """Return the mean loss over the first windows of the held-out text, split across ranks. COLLECTIVE."""
-        options, ranks = self.options, self.ranks
-        last = len(self.texts[1]) - options.context
-        starts = torch.arange(0, last, options.context)[: VALIDATION_BATCHES * options.batch_size]
-        sums = torch.zeros(2, device=ranks.device, dtype=torch.float64)  # losses, windows
-        module = self.parallel.validates_with(self.module, self.model)
-        module.eval()
-        # FSDP's forward is collective, so all ranks call the module equally often. A rank without windows repeats one.
-        own, rounds = starts[ranks.rank :: ranks.size], -(-len(starts) // (ranks.size * options.batch_size))
-        for round_ in range(rounds):
-            part = own[round_ * options.batch_size :][: options.batch_size]
-            with self.parallel.precision():
-                loss = module(*self.windows(self.texts[1], part if len(part) else starts[:1]))
-            sums += torch.stack([loss.double() * len(part), torch.tensor(len(part), device=ranks.device)])
-        module.train()
-        total, windows = mean_of(ranks.gather(sums)).tolist()
-        return float(total / windows)
+        model: Any = self.model
+        self.model = self.parallel.validates_with(self.module, model)
+        loss = super().validation_loss()
+        self.model = model
+        return loss
 
     def summarise(self, spent: dict[str, float]) -> dict[str, Any]:
         """Return the contents of ``summary.json``. ``spent``: increase of this rank's FP8 metrics in training.
@@ -336,7 +314,9 @@ class Job(Training):
         )
         rate = steps * self.progress.tokens_per_step / self.progress.training_seconds if steps else 0.0
         parameters = digest_of(self.parallel.whole_parameters(self.module, self.model))
-        checks, check_ms = self.checks.cost
+        lines = (options.out / "events.jsonl").read_text().splitlines() if ranks.first else ()
+        events = Counter(json.loads(line)["kind"] for line in lines)
+        checks = int(spent.get("fp8/checks", events["checked"] + events["diverged"]))
         return {
             "precision": options.precision,
             "parallel": options.parallel,
@@ -360,8 +340,8 @@ class Job(Training):
             "exposed_sync_ms_per_step": round(spent.get("fp8/sync_wait_ms", 0.0) / max(1, steps), 4),
             "waiting": self.progress.skew.summary(ranks.gather_texts(socket.gethostname())),
             "checks": checks,
-            "check_ms_per_check": round(check_ms / checks, 3) if checks else 0.0,
-            "divergences": self.checks.divergences,
+            "check_ms_per_check": round(spent.get("fp8/check_ms", 0.0) / checks, 3) if checks else 0.0,
+            "divergences": events["diverged"],
             "fp8_state_identical": ranks.agree(digest_of_state(manager)) if manager is not None else None,
             "parameters_identical": ranks.agree(parameters),
             "parameters_sha256": parameters,
@@ -378,9 +358,9 @@ def start(arguments: list[str]) -> int:
     except LossDiverged:  # Already printed.
         meet_at_the_end()
         return LOSS_DIVERGED
-    except (CollectiveFailed, CheckpointFailed) as error:
+    except CollectiveFailed as error:
         print(error, file=sys.stderr, flush=True)
-        return FAILED_COLLECTIVE if isinstance(error, CollectiveFailed) else UNWRITTEN
+        return FAILED_COLLECTIVE
     return 0
 
 
@@ -391,7 +371,6 @@ def main(arguments: list[str]) -> None:
         DivergenceError: on all ranks, after the report was written.
         LossDiverged: on all ranks, after rank 0 has printed it.
         CollectiveFailed: a collective failed or timed out.
-        CheckpointFailed: a checkpoint could not be written.
     """
     try:
         options = parse(arguments)
@@ -403,8 +382,8 @@ def main(arguments: list[str]) -> None:
             outlive_torchrun(TERMINATED)
             logging.basicConfig(format=f"[rank {ranks.rank}] %(message)s")
             try:
-                job = Job(options, ranks, text, watch)
-                summary = job.run()
+                # Freed before the process group is destroyed: gloo may hang if DDP goes later.
+                summary = Job(options, ranks, text, watch).run()
                 if ranks.first:
                     (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
                     waiting = summary.pop("waiting")

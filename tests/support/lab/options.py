@@ -1,12 +1,8 @@
-"""The options of a run of the lab: those of the example job, and many more. Nothing here imports torch.
-
-``python -m tests.support.lab.options FLAGS…`` checks the flags. It prints one line and exits with 2 on a mistake.
-"""
+"""The options of a run of the lab: those of the example job, and many more. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,15 +14,6 @@ from launch.train_gpt.exits import exit_with
 from launch.train_gpt.flags import count, flag, number
 from tests.support.lab import flags
 from tests.support.lab.flags import BAD_DEVICE, HIGH, PRODUCT, RANKED, SLOW, Fault, Override
-
-SHARDED = ("fsdp1", "fsdp2", "hsdp")
-"""The values of ``--parallel`` that shard parameters."""
-
-FOR_DELAYED = ("history_len", "amax_algo", "margin", "update")
-"""Flags that require delayed scaling."""
-
-FOR_WATCH = ("watch_ranks", "scale_jump", "tensorboard")
-"""Flags that require ``--watch-every``."""
 
 
 def _share(help: str) -> Any:
@@ -41,7 +28,7 @@ def _on(help: str) -> Any:
 class Options(example.Options):
     """The options of one run. Several values of one flag are a tuple."""
 
-    parallel: str = flag(None, "that of the example job, or fsdp1", choices=("none", "ddp", *SHARDED))
+    parallel: str = flag(None, "that of the example job, or fsdp1", choices=("none", "ddp", "fsdp1", "fsdp2", "hsdp"))
     fp8_gradients: bool = _on("with ddp: add up gradients in FP8")
     share_batch: bool = _on("divide the batch of one rank among all ranks, for the same training as on one")
     eval_every: int = count(0, "validate every N steps; 0: only at the end", 0)
@@ -67,8 +54,6 @@ class Options(example.Options):
         None, "FP8 formats (default: hybrid, e4m3 with rowwise and block)", choices=("hybrid", "e4m3")
     )
     power_of_two: bool = _on("round scales down to powers of two")
-    no_hadamard: bool = _on("with nvfp4: no Hadamard transform")
-    to_nearest: bool = _on("with nvfp4: round gradients to nearest, not at random")
     backend: Literal["auto", "triton", "torch", "reference"] | None = flag(
         None, "implementation of FP8 casts and matrix products (default: auto)", choices=BACKENDS
     )
@@ -113,11 +98,11 @@ class Options(example.Options):
     )
 
     def __post_init__(self) -> None:
-        """Fill in what depends on other flags. Raise BadInput if that cannot be."""
+        """Fill in what depends on other flags."""
         for several in ("inject", "override", "high_gemms", "replay_on"):
             self._set(several, tuple(getattr(self, several) or ()))
         self._set("stop_after", self.stop_after or 0)
-        self._set("top_k", _top_k(self.top_k, self.experts))
+        self._set("top_k", self.top_k or min(2, self.experts))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # The dataclass is frozen.
@@ -150,25 +135,10 @@ class Options(example.Options):
         )
 
     def require_consistent(self, ranks: int) -> None:
-        if self.parallel == "none" and ranks > 1:
-            raise BadInput(f"--parallel none is for one rank, got {ranks} ranks: use --parallel ddp")
-        if self.fp8_gradients and self.parallel != "ddp":
-            raise BadInput(f"--fp8-gradients is for --parallel ddp, got {self.parallel}")
+        """Raise BadInput for what the example job refuses, and for faults that would not be planted."""
+        super().require_consistent(ranks)
         if self.share_batch and self.batch_size % ranks:
             raise BadInput(f"--share-batch needs a --batch-size that is a multiple of the {ranks} ranks")
-        if self.width % self.heads:
-            raise BadInput(f"--width {self.width} is not a multiple of --heads {self.heads}")
-        if self.precision == "fp8" and self.width % 16:
-            raise BadInput(f"--precision fp8 needs a --width that is a multiple of 16, got {self.width}")
-        if self.experts and self.precision == "fp8" and self.parallel == "fsdp1":
-            raise BadInput("--experts in FP8 is not for --parallel fsdp1, which flattens 3-D parameters; use fsdp2")
-        _require_consistent_recipes(self)
-        _require_consistent_fp8(self)
-        _require_replayable(self)
-        if self.stop_after > self.steps:
-            raise BadInput(f"--stop-after {self.stop_after} is beyond --steps {self.steps}")
-        if self.stop_after and not self.save_every:
-            raise BadInput("--stop-after needs --save-every: without a checkpoint the training would be lost")
         for fault in self.inject:
             _require_possible(fault, self, ranks)
 
@@ -177,76 +147,6 @@ def parse(arguments: Sequence[str]) -> Options:
     """Parse and check the flags. Raise BadInput for an unknown one, a value out of range, or flags that do not go
     together."""
     return example.parse(arguments, Options)
-
-
-def _top_k(given: int | None, experts: int) -> int:
-    """Return the number of experts that each token visits; 0 without experts."""
-    if not experts:
-        if given:  # 0 is what this returned: dataclasses.replace() passes it in again.
-            raise BadInput("--top-k needs --experts")
-        return 0
-    if given is not None and given > experts:
-        raise BadInput(f"--top-k {given} is more than the --experts {experts}")
-    return given or min(2, experts)
-
-
-def _require_consistent_recipes(options: Options) -> None:
-    if "delayed" not in options.recipes and (idle := _given(options, FOR_DELAYED)):
-        raise BadInput(f"{idle[0]} is for delayed scaling, got {', '.join(sorted(options.recipes))}")
-    if options.fast_gemms is not None and options.recipes <= {"block", "mxfp8", "nvfp4"}:
-        raise BadInput(f"--fast-gemms is for delayed, current and rowwise scaling, got {', '.join(options.recipes)}")
-    if "mxfp8" in options.recipes and (options.power_of_two or options.format):
-        raise BadInput("--power-of-two and --format are not for mxfp8, whose scales and formats are fixed")
-    if "nvfp4" not in options.recipes and (options.no_hadamard or options.to_nearest):
-        raise BadInput(f"--no-hadamard and --to-nearest are for nvfp4, got {', '.join(sorted(options.recipes))}")
-    if "nvfp4" in options.recipes and (options.power_of_two or options.format):
-        raise BadInput("--power-of-two and --format are not for nvfp4, whose scales and formats are fixed")
-    if options.recipe == "nvfp4" and options.experts:
-        raise BadInput("--recipe nvfp4 is not for --experts")
-    patterns = [override.pattern for override in options.override]
-    for pattern in patterns:
-        if patterns.count(pattern) > 1:
-            raise BadInput(f"--override {pattern}=… is given more than once: the first matching pattern applies")
-    high = options.high_first + options.high_last
-    if high and options.precision == "fp8" and high >= options.layers:
-        raise BadInput(
-            f"--high-first {options.high_first} and --high-last {options.high_last} leave none of the --layers "
-            f"{options.layers} in FP8"
-        )
-
-
-def _require_consistent_fp8(options: Options) -> None:
-    if options.fp8_start_step > options.steps:
-        raise BadInput(f"--fp8-start-step {options.fp8_start_step} is beyond --steps {options.steps}")
-    if not options.fallback_steps and (idle := _given(options, ("fallback_saturated", "fallback_underflow"))):
-        raise BadInput(f"{idle[0]} needs --fallback-steps, the number of steps in high precision")
-    if not options.watch_every and (idle := _given(options, FOR_WATCH)):
-        raise BadInput(f"{idle[0]} needs --watch-every")
-    if options.audit_every and options.precision != "fp8":
-        raise BadInput(f"--audit-every needs --precision fp8, got {options.precision}")
-    if options.audit_every == 0 and options.audit_bytes is not None:
-        raise BadInput("--audit-bytes needs --audit-every")
-    if options.loss_guard == "off" and options.loss_factor is not None:
-        raise BadInput("--loss-factor needs --loss-guard")
-    if options.loss_guard == "fallback" and options.precision != "fp8":
-        raise BadInput(f"--loss-guard fallback needs --precision fp8, got {options.precision}")
-
-
-def _require_replayable(options: Options) -> None:
-    if options.replay_on and options.parallel == "fsdp1":
-        raise BadInput("--replay-on is not for --parallel fsdp1, which keeps gradients in flat parameters; use fsdp2")
-    if "jump" in options.replay_on and (options.precision != "fp8" or options.scale_jump is None):
-        raise BadInput("--replay-on jump needs --precision fp8, --watch-every and --scale-jump")
-    if "spike" in options.replay_on and options.loss_guard == "off":
-        raise BadInput("--replay-on spike needs --loss-guard")
-    if "nonfinite" in options.replay_on and options.loss_guard == "off" and options.precision != "fp8":
-        raise BadInput(f"--replay-on nonfinite needs --loss-guard, or --precision fp8, got {options.precision}")
-
-
-def _given(options: Options, names: Sequence[str]) -> list[str]:
-    """Return those of these flags that were given. They have no defaults."""
-    given = [name for name in names if getattr(options, name) is not None and getattr(options, name) is not False]
-    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def _require_possible(fault: Fault, options: Options, ranks: int) -> None:
@@ -284,7 +184,3 @@ def check(arguments: Sequence[str]) -> None:
         prepare_input(parse(arguments))
     except BadInput as mistake:
         exit_with(mistake)
-
-
-if __name__ == "__main__":
-    check(sys.argv[1:])

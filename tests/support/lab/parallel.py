@@ -51,13 +51,10 @@ class Measured(Parallel):
     def clip(self, module: nn.Module, max_norm: float) -> Tensor:
         """Clip the global gradient norm to ``max_norm``, and return what it was: 0-d, on the device, the same on all
         ranks. COLLECTIVE if parameters are sharded."""
-        parameters = list(module.parameters())
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # The one collective: a number per shard.
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+        norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def validates_with(self, module: nn.Module, model: GPT) -> nn.Module:
+    def validates_with(self, module: Any, model: Any) -> Any:
         """Return the module that validation calls."""
         return model
 
@@ -116,7 +113,7 @@ class FSDP1(Measured):
         assert isinstance(module, FullyShardedDataParallel)
         return module.clip_grad_norm_(max_norm)
 
-    def validates_with(self, module: nn.Module, model: GPT) -> nn.Module:
+    def validates_with(self, module: Any, model: Any) -> Any:
         return module
 
     def whole_parameters(self, module: nn.Module, model: GPT) -> Iterator[tuple[str, Tensor]]:

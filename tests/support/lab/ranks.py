@@ -33,10 +33,6 @@ class Ranks(example.Ranks):
         dist.all_gather(parts, values)
         return parts
 
-    def mean(self, value: Tensor) -> Tensor:
-        """Return the elementwise mean over the ranks. COLLECTIVE."""
-        return mean_of(self.gather(value))
-
     def gather_texts(self, text: str) -> list[str]:
         """Return every rank's text, in rank order. COLLECTIVE."""
         texts = [text] * self.size

@@ -8,7 +8,7 @@ from torch import nn
 
 import fp8dist
 from tests.support.lab.flags import HIGH
-from tests.support.lab.options import FOR_DELAYED, Options
+from tests.support.lab.options import Options
 
 
 def recipe_of(options: Options) -> fp8dist.Recipe:
@@ -40,14 +40,11 @@ def _made(kind: str, options: Options) -> fp8dist.Recipe:
     if kind == "mxfp8":
         return fp8dist.MXFP8Scaling(high_precision=options.high_gemms)  # type: ignore[arg-type]
     if kind == "nvfp4":
-        return fp8dist.NVFP4Scaling(
-            hadamard=not options.no_hadamard,
-            stochastic_rounding=not options.to_nearest,
-            high_precision=options.high_gemms,  # type: ignore[arg-type]
-        )
+        return fp8dist.NVFP4Scaling(high_precision=options.high_gemms)  # type: ignore[arg-type]
     if kind != "block" and options.fast_gemms is not None:
         given["fast_accumulation"] = options.fast_gemms
-    for name in ("format", *(FOR_DELAYED if kind == "delayed" else ())):
+    of_delayed = ("history_len", "amax_algo", "margin", "update") if kind == "delayed" else ()
+    for name in ("format", *of_delayed):
         if getattr(options, name) is not None:
             given[name] = getattr(options, name)
     recipes: dict[str, type[fp8dist.Recipe]] = {
