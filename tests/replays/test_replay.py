@@ -137,22 +137,22 @@ def _attended(y: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(heads, heads, heads).reshape(y.shape)
 
 
-def _caused(cause: str, options: dict[str, Any], odd: int) -> fp8dist.ReplayReport:
-    """Replay a step in which rank ``odd`` has a fault, after two steps."""
+def _caused(causes: tuple[str, ...], options: dict[str, Any], odd: int) -> list[fp8dist.ReplayReport]:
+    """Train for two steps, and replay one for each of the causes, which rank ``odd`` alone has."""
     training = Training(**options)
-    fault = training.net.blocks[1]
-    fault.fault = _attended if cause == "flag" else fault.fault
+    block, counted, reports = training.net.blocks[1], _Counted(), []
+    block.fault = _attended
     training.train(2)
-    here = dist.get_rank() == odd
-    context: Any = contextlib.nullcontext()
-    if here and cause in ("op", "hidden"):
-        fault.fault = {"op": _put, "hidden": _Counted()}[cause]
-    elif here and cause == "flag":
-        context = sdpa_kernel(SDPBackend.MATH)
-    elif here and cause == "product":
-        context = _bad_product(fault.down)
-    with context:
-        return training.replay()
+    faults = {"op": lambda y: _put(_attended(y)), "hidden": lambda y: counted(_attended(y))}
+    for cause in causes:
+        context: Any = contextlib.nullcontext()
+        if dist.get_rank() == odd:
+            block.fault = faults.get(cause, _attended)
+            context = sdpa_kernel(SDPBackend.MATH) if cause == "flag" else context
+            context = _bad_product(block.down) if cause == "product" else context
+        with context:
+            reports.append(training.replay())
+    return reports
 
 
 @contextlib.contextmanager
@@ -179,30 +179,35 @@ CAUSES = {
 }
 
 
+IN_MODULES, IN_PRODUCTS = ("op", "hidden", "flag"), ("product",)
+
+
 @pytest.mark.parametrize(
-    ("kind", "cause"),
+    ("kind", "causes"),
     few(
-        [(kind, cause) for cause in CAUSES for kind in ("ddp", "fsdp2, fp8 gather")],
-        *[("ddp", "op"), ("ddp", "hidden"), ("ddp", "flag"), ("fsdp2, fp8 gather", "product")],
+        [(kind, causes) for kind in ("ddp", "fsdp2, fp8 gather") for causes in (IN_MODULES, IN_PRODUCTS)],
+        *[("ddp", IN_MODULES), ("fsdp2, fp8 gather", IN_PRODUCTS)],
     ),
 )
-def test_each_cause_has_its_sentence(cause: str, kind: str, two_ranks: RankPool, three_ranks: RankPool) -> None:
+def test_each_cause_has_its_sentence(
+    causes: tuple[str, ...], kind: str, two_ranks: RankPool, three_ranks: RankPool
+) -> None:
     """Ranks that differ need a third one to be told apart; what one rank does alone needs no other. Of data with a NaN:
     tests/launch/test_faults.py."""
-    wanted, module, words = CAUSES[cause]
-    differ = wanted == "ranks differ"
-    ranks, size = (three_ranks, 3) if differ and kind != "ddp" else (two_ranks, 2)
-    report, *others = ranks.run(_caused, cause, KINDS[kind], 1)
-    assert all(other == report for other in others)
-    (first,) = report.findings
-    assert (first.kind, first.module, first.what) == (wanted, module, "output"), str(report)
-    assert first.ranks == ((0, 1) if differ and size == 2 else (1,)), str(report)
-    assert words in report.sentence
-    if differ:
-        assert first.index is not None
-        assert first.ulp
-        assert first.reference_rank == (2 if size == 3 else None)
-    assert not report.reproducible
+    ranks, size = (two_ranks, 2) if kind == "ddp" else (three_ranks, 3)
+    for cause, report, *others in zip(causes, *ranks.run(_caused, causes, KINDS[kind], 1)):
+        wanted, module, words = CAUSES[cause]
+        differ = wanted == "ranks differ"
+        assert all(other == report for other in others)
+        (first,) = report.findings
+        assert (first.kind, first.module, first.what) == (wanted, module, "output"), str(report)
+        assert first.ranks == ((0, 1) if differ and size == 2 else (1,)), str(report)
+        assert words in report.sentence
+        if differ:
+            assert first.index is not None
+            assert first.ulp
+            assert first.reference_rank == (2 if size == 3 else None)
+        assert not report.reproducible
 
 
 def _raising(kind: str) -> list[str]:
