@@ -31,7 +31,7 @@ from tests.support.parallel import mesh_of, same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks, run_apart, short_grace
 from tests.support.sharded_experts import Job, Routed, build, routed_batch
 from tests.support.suite import NIGHTLY, few
-from tests.support.training import batch, make_net, parameter_bits, state_bits
+from tests.support.training import SmallJob, batch, make_net, parameter_bits, state_bits, unwrapped
 
 RECIPES = {
     "delayed": fp8dist.DelayedScaling(),
@@ -348,19 +348,15 @@ def test_only_ranks_that_are_alike_audit_each_other(which: int, found: set[tuple
 
 
 def test_one_process_repeats_its_own_work() -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net, audit_every=1, check_policy="raise")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    manager.attach(net, optimizer=optimizer)
+    job = SmallJob(wrap=unwrapped, audit_every=1, check_policy="raise")
 
     def train() -> None:
         for _ in range(SITES_OF_NET):
-            net(batch(0, 0)[0]).square().mean().backward()
-            optimizer.step()
+            job.step(0)
 
     train()
-    assert manager._cycle.audits is not None
-    assert manager._cycle.audits.done >= SITES_OF_NET - 1
+    assert job.manager._cycle.audits is not None
+    assert job.manager._cycle.audits.done >= SITES_OF_NET - 1
     text = "transient on rank 0, which repeated its own work"
     with captured_log(), pytest.raises(DivergenceError, match=text), bad_products(steady=False):
         train()  # Each product has another wrong element.
@@ -384,18 +380,12 @@ def test_an_evaluation_may_be_what_runs_first() -> None:
 
 
 def test_detached_and_switched_off_nothing_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net, audit_every=1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    manager.attach(net, optimizer=optimizer)
-    manager.detach()
-    assert (manager._job.tap, manager._cycle.audits) == (None, None)
+    job = SmallJob(wrap=unwrapped, audit_every=1)
+    job.manager.detach()
+    assert (job.manager._job.tap, job.manager._cycle.audits) == (None, None)
     monkeypatch.setenv("FP8DIST_AUDIT_EVERY", "3")
     assert fp8dist.prepare(make_net()).settings.audit_every == 3
-    switched_off = make_net()
-    off = fp8dist.prepare(switched_off, audit_every=1, enabled=False)
-    off.attach(switched_off, optimizer=torch.optim.SGD(switched_off.parameters(), lr=0.01))
-    assert off._cycle.audits is None
+    assert SmallJob(wrap=unwrapped, audit_every=1, enabled=False).manager._cycle.audits is None
 
 
 # Experts: grouped casts and products ---------------------------------------------------
