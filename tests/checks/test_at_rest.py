@@ -211,8 +211,8 @@ def test_what_is_finite_or_cannot_be_otherwise_is_left_out() -> None:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 @on_ranks(2)
-def test_weights_that_are_nan_on_all_ranks_are_told_once(parallel: str) -> None:
-    """Let all weights become NaN in step 3, and check after each of four steps."""
+def test_weights_that_are_nan_on_all_ranks_are_told_once_and_are_not_good(parallel: str) -> None:
+    """Let all weights become NaN in step 3, and check after each of four steps. Then ranks differ."""
     job = SmallJob(wrap=DistributedDataParallel if parallel == "ddp" else fully_shard)
     with captured_log() as log:
         for step in range(1, 5):
@@ -225,6 +225,11 @@ def test_weights_that_are_nan_on_all_ranks_are_told_once(parallel: str) -> None:
             expected = (False, 6 if step > 2 else 0, counted)
             assert (report.diverged, len(report.nonfinite), job.manager.verified.checked_step) == expected
     assert sum("NaN or infinity in " in text for _, text in log) == (dist.get_rank() == 0)
+    if parallel == "ddp":
+        with torch.no_grad(), captured_log():
+            job.net.first.weight[0, 0] = dist.get_rank()
+            (finding,) = job.manager.check(policy="warn").findings
+        assert (finding.name, finding.last_good_step) == ("first.weight", 2)
 
 
 @on_ranks(2)
@@ -286,20 +291,3 @@ def test_what_training_continues_with_counts(two_ranks: RankPool) -> None:
     # Alone, the manager and fp8dist.check tell it once each.
     for found, told in ((alone, 2), (first, 1), (second, 0)):
         assert found == {where: ([names] * 3, told if names else 0) for where, names in FOUND.items()}
-
-
-@on_ranks(2)
-def test_a_step_with_nan_is_no_last_good_step() -> None:
-    model = DistributedDataParallel(make_net())
-    reports = [fp8dist.check(model, step=1)]
-    with torch.no_grad(), captured_log():
-        model.module.first.weight[0, 0] = math.nan
-        reports.append(fp8dist.check(model, step=2))
-        model.module.first.weight[0, 0] = dist.get_rank()
-        reports.append(fp8dist.check(model, step=3, policy="warn"))
-    assert [(report.consistent, report.nonfinite) for report in reports] == [
-        (True, ()),
-        (True, ("first.weight",)),
-        (False, ()),
-    ]
-    assert reports[-1].findings[0].last_good_step == 1

@@ -31,7 +31,7 @@ from tests.support.parallel import mesh_of, same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks, run_apart, short_grace
 from tests.support.sharded_experts import Job, Routed, build, routed_batch
 from tests.support.suite import NIGHTLY, few
-from tests.support.training import batch, make_net, parameter_bits, state_bits
+from tests.support.training import SmallJob, batch, make_net, parameter_bits, state_bits, unwrapped
 
 RECIPES = {
     "delayed": fp8dist.DelayedScaling(),
@@ -126,73 +126,50 @@ def test_who_is_wrong(found: Round, odd: int | None, words: str) -> None:
     assert words in text
 
 
-def test_alone_only_what_does_not_repeat_is_seen() -> None:
-    assert judge(Round(BAD, GOOD, GOOD, GOOD, None), 4, 4, 4) == (
-        4,
-        "transient on rank 4, which repeated its own work: another result",
-    )
+GEMMS = ("fprop", "dgrad", "wgrad")
+CASTS = ("cast of input", "cast of weight", "cast of grad_output")
 
 
-def _with_faulty_rank(layout: str, recipe: str, faulty: int, what: str) -> Any:
-    trained = Trained(layout, recipe)
-    fault: Any = contextlib.nullcontext()
-    if dist.get_rank() == faulty:
-        products = bad_grouped_products if layout in EXPERTS else bad_products
-        fault = products() if what == "products" else bad_casts()
-    checks = []
-    with captured_log(), fault:
+def _with_faulty_rank(layout: str, recipe: str, faulty: int, works: tuple[str, ...]) -> Any:
+    trained, checks = Trained(layout, recipe), []
+    bad = bad_casts if works == CASTS else bad_grouped_products if layout in EXPERTS else bad_products
+    with captured_log(), bad() if dist.get_rank() == faulty else contextlib.nullcontext():
         for index in range(SITES_OF_NET):
             trained.step(index)
-            if layout not in EXPERTS and index == SITES_OF_NET - 1:
-                replicas = dist.group.WORLD if layout == "ddp" else None
-                checks.append(fp8dist.check(trained.net, policy="warn", group=replicas).diverged)
-    found = {(f.name, f.ranks, f.reference_rank, f.detail.partition(" (")[0]) for f in trained.findings}
+        if layout not in EXPERTS:
+            replicas = dist.group.WORLD if layout == "ddp" else None
+            checks.append(fp8dist.check(trained.net, policy="warn", group=replicas).diverged)
+    found = {(f.name, f.ranks, f.detail.partition(" (")[0]) for f in trained.findings}
     return found, trained.audited, any(checks)
-
-
-GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "faulty"),
-    [("fsdp2", 2), ("experts, ddp", 1)],
+    ("layout", "recipe", "faulty", "works"),
+    [
+        ("fsdp2", "delayed", 2, GEMMS),
+        ("experts, ddp", "delayed", 1, GEMMS),
+        ("experts, ddp", "row", 1, CASTS),
+        pytest.param("ddp", "row", 1, CASTS, marks=NIGHTLY),
+    ],
 )
-def test_products_of_a_faulty_device_are_found_and_nothing_else_sees_them(
-    layout: str, faulty: int, three_ranks: RankPool
+def test_a_faulty_device_is_found_in_each_work_and_nothing_else_sees_it(
+    layout: str, recipe: str, faulty: int, works: tuple[str, ...], three_ranks: RankPool
 ) -> None:
-    for found, audited, diverged in three_ranks.run(_with_faulty_rank, layout, "delayed", faulty, "products"):
+    """Products of experts are wrong, not of the Linear before them; casts of both."""
+    for found, audited, diverged in three_ranks.run(_with_faulty_rank, layout, recipe, faulty, works):
         # The first layer has no input gradient, and rank 2 no expert's weight.
         assert audited >= SITES_OF_NET - (4 if layout in EXPERTS else 2)
-        assert {rank for _, ranks, _, _ in found for rank in ranks} == {faulty}
+        assert {ranks for _, ranks, _ in found} == {(faulty,)}
+        names = {name for name, *_ in found}
+        assert {name.partition(": ")[2] for name in names} == {*works}
         if layout in EXPERTS:
-            assert {name for name, *_ in found} == {f"{part}: {gemm}" for part in PARTS[1:] for gemm in GEMMS}
-        else:
-            assert {name.partition(": ")[2] for name, *_ in found} == {*GEMMS}
+            parts = PARTS if works == CASTS else PARTS[1:]
+            assert names == {f"{part}: {work}" for part in parts for work in works}
         texts = {text for *_, text in found}
         assert any(text.startswith(f"rank {faulty} computes wrong repeatedly; ranks ") for text in texts)
         assert any(text.startswith(f"rank {faulty}, which audits") for text in texts)
         assert not diverged
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", few(["ddp", "experts, ddp"], "experts, ddp"))
-def test_casts_of_a_faulty_device_are_found(layout: str, three_ranks: RankPool) -> None:
-    for found, *_ in three_ranks.run(_with_faulty_rank, layout, "row", 1, "casts"):
-        assert {rank for _, ranks, _, _ in found for rank in ranks} == {1}
-        parts = PARTS if layout in EXPERTS else ("first", "branch", "last")
-        roles = ("input", "weight", "grad_output")
-        names = {f"{part}: cast of {role}" for part in parts for role in roles}
-        found_names = {name for name, *_ in found}
-        assert found_names == names if layout in EXPERTS else found_names <= names
-        assert {name.partition(": ")[2] for name in found_names} == {f"cast of {role}" for role in roles}
-
-
-@pytest.mark.slow
-def test_of_two_ranks_nobody_is_named(two_ranks: RankPool) -> None:
-    for found, *_ in two_ranks.run(_with_faulty_rank, "ddp", "delayed", 1, "products"):
-        assert {(ranks, reference) for _, ranks, reference, _ in found} == {((0, 1), None)}
-        assert {text.partition("; ")[2] for *_, text in found} == {"of two ranks, none can be blamed"}
 
 
 @pytest.mark.slow
@@ -201,7 +178,7 @@ def test_a_fault_that_does_not_repeat_is_transient() -> None:
     """Products of the step are wrong, and those of the audit right."""
     trained = Trained()
     with captured_log():
-        for index in range(SITES_OF_NET):
+        for index in range(len(SITES)):
             x, y = batch(dist.get_rank(), index)
             with bad_products() if dist.get_rank() == 1 else contextlib.nullcontext():
                 (trained.whole(x) - y).square().mean().backward()
@@ -296,7 +273,7 @@ def test_an_audit_is_three_collectives(layout: str, most: int) -> None:
 def _without_the_module() -> Any:
     """Rank 1 never runs the branch, and rank 0 sees no tokens in some steps."""
     trained = Trained()
-    for index in range(2 * SITES_OF_NET):
+    for index in range(SITES_OF_NET):
         x, y = batch(dist.get_rank(), index)
         if dist.get_rank() == 0 and index % 4 == 0:
             x, y = x[:0], y[:0]
@@ -365,25 +342,21 @@ def test_only_ranks_that_are_alike_audit_each_other(which: int, found: set[tuple
     assert audits is not None
     audits._likeness_word = int(dist.get_rank() == which)
     with captured_log(), bad_products() if dist.get_rank() == 2 else contextlib.nullcontext():
-        for index in range(SITES_OF_NET):
+        for index in range(len(SITES)):
             trained.step(index)
     assert {f.ranks for f in trained.findings} == found
 
 
 def test_one_process_repeats_its_own_work() -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net, audit_every=1, check_policy="raise")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    manager.attach(net, optimizer=optimizer)
+    job = SmallJob(wrap=unwrapped, audit_every=1, check_policy="raise")
 
     def train() -> None:
         for _ in range(SITES_OF_NET):
-            net(batch(0, 0)[0]).square().mean().backward()
-            optimizer.step()
+            job.step(0)
 
     train()
-    assert manager._cycle.audits is not None
-    assert manager._cycle.audits.done >= SITES_OF_NET - 1
+    assert job.manager._cycle.audits is not None
+    assert job.manager._cycle.audits.done >= SITES_OF_NET - 1
     text = "transient on rank 0, which repeated its own work"
     with captured_log(), pytest.raises(DivergenceError, match=text), bad_products(steady=False):
         train()  # Each product has another wrong element.
@@ -407,32 +380,20 @@ def test_an_evaluation_may_be_what_runs_first() -> None:
 
 
 def test_detached_and_switched_off_nothing_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net, audit_every=1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    manager.attach(net, optimizer=optimizer)
-    manager.detach()
-    assert (manager._job.tap, manager._cycle.audits) == (None, None)
+    job = SmallJob(wrap=unwrapped, audit_every=1)
+    job.manager.detach()
+    assert (job.manager._job.tap, job.manager._cycle.audits) == (None, None)
     monkeypatch.setenv("FP8DIST_AUDIT_EVERY", "3")
     assert fp8dist.prepare(make_net()).settings.audit_every == 3
-    switched_off = make_net()
-    off = fp8dist.prepare(switched_off, audit_every=1, enabled=False)
-    off.attach(switched_off, optimizer=torch.optim.SGD(switched_off.parameters(), lr=0.01))
-    assert off._cycle.audits is None
-
-
-@pytest.mark.parametrize(("name", "value"), [("audit_every", -1), ("audit_every", True), ("audit_bytes", 0)])
-def test_settings_of_wrong_values_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(fp8dist.errors.ConfigurationError, match=name):
-        fp8dist.prepare(make_net(), **{name: value})
+    assert SmallJob(wrap=unwrapped, audit_every=1, enabled=False).manager._cycle.audits is None
 
 
 # Experts: grouped casts and products ---------------------------------------------------
 
 
 @pytest.mark.slow
-@on_ranks(3)
-def test_a_part_of_a_product_names_the_expert() -> None:
+@on_ranks(2)
+def test_of_two_ranks_nobody_is_named_and_a_part_of_a_product_names_the_expert() -> None:
     """Rank 1 has a wrong last row, of expert 3, in each fprop and dgrad."""
     trained = Trained("experts, ddp", audit_bytes=1)
     with captured_log(), bad_grouped_products(-1) if dist.get_rank() == 1 else contextlib.nullcontext():
@@ -443,6 +404,9 @@ def test_a_part_of_a_product_names_the_expert() -> None:
             trained.optimizer.zero_grad()
     found = {(f.name.partition(": ")[2], f.detail.rpartition(", ")[2]) for f in trained.findings}
     assert {expert for work, expert in found if work in ("fprop", "dgrad")} == {"expert 3)"}
+    assert {(f.ranks, f.reference_rank) for f in trained.findings} == {((0, 1), None)}
+    texts = {f.detail.partition(" (")[0].partition("; ")[2] for f in trained.findings}
+    assert texts == {"of two ranks, none can be blamed"}
 
 
 def test_audits_reach_every_expert_of_a_weight_cast_by_block() -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
+from tests.support import parallel
 from tests.support.by_hand import WIDTH, ByHand, add_up
 from tests.support.collectives import counted_collectives
 from tests.support.large_world import AXES, mesh_of, world
@@ -218,7 +218,7 @@ def test_stages_have_norms_of_their_own() -> None:
 @on_ranks(4)
 def test_axes_beside_a_wrapper(wrapper: str, damaged: tuple[int, ...], sides: list[Any], compared: int) -> None:
     """Two replicas of a block that two ranks share. Damage a norm on some ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = parallel.mesh_of((2, 2), ("dp", "tp"))
     model: Any = ByHand(mesh.get_group("tp"))
     norm, called = model.final_norm, model
     if wrapper == "ddp":
@@ -282,7 +282,7 @@ def test_a_rank_that_cannot_read_its_model_delays_the_first_comparison() -> None
 
 def _listed(named: bool) -> list[str]:
     """Attach a block of two ranks, of which DDP keeps replicas on the other two. Return what is logged of axes."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = parallel.mesh_of((2, 2), ("dp", "tp"))
     model = nn.ModuleDict({"blocks": nn.ModuleList(ByHand(mesh.get_group("tp")) for _ in range(2))})
     axes = {"tp": mesh.get_group("tp")} if named else None
     manager = fp8dist.prepare(model, group=mesh, axes=axes, skip=["*router", "*gate"])
@@ -340,7 +340,7 @@ def test_ranks_that_disagree_are_reported_and_do_not_hang(how: str, text: str) -
 @on_ranks(4, timeout=30)
 def test_all_ranks_of_an_axis_must_take_part() -> None:
     """The two ranks of a part check along an axis of all four."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = parallel.mesh_of((2, 2), ("dp", "tp"))
     torch.manual_seed(0)
     model, given = nn.Sequential(nn.Linear(16, 16)), {"group": mesh["tp"], "axes": {"all": dist.group.WORLD}}
     manager = fp8dist.prepare(model, **given)  # type: ignore[arg-type]
@@ -373,7 +373,7 @@ def test_attach_names_what_ranks_were_prepared_with(how: str) -> None:
 @on_ranks(2)
 def test_a_copy_that_parts_is_found(how: str) -> None:
     """A norm on one rank parts after it was adopted."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = parallel.mesh_of((1, 2), ("dp", "tp"))
     tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
     model: Any = ByHand(tp)
     axes, prefix = {"tp": tp}, ""
@@ -454,14 +454,14 @@ def test_buffers_are_compared_along_an_axis_without_other_copies() -> None:
 def test_a_majority_of_replicas_repairs_what_has_none_along_an_axis_but_no_copies_of_other_names(tied: bool) -> None:
     """Three replicas of one rank, which has a copy along an axis on a fourth rank; or a tied weight of three ranks."""
     rank, world = dist.get_rank(), dist.group.WORLD
-    groups = {ranks: dist.new_group(ranks) for ranks in [(0, 1, 2), (3,), (0, 3), (1,), (2,)]}
+    replicas, copies = parallel.part_of((0, 1, 2), (3,)), parallel.part_of((0, 3), (1,), (2,))
     if tied:
         model: nn.Module = _Holds("embed") if rank == 0 else _Holds("head") if rank < 3 else _Holds()
         axes = fp8dist.Axes({"pp": world}, copies={"embed.weight": "head.weight"}, distinct="other*")
     else:
         model = nn.LayerNorm(4)
-        axes = fp8dist.Axes({"tp": groups[(0, 3) if rank in (0, 3) else (rank,)]})
-        model = DistributedDataParallel(model, process_group=groups[(0, 1, 2) if rank < 3 else (3,)])
+        axes = fp8dist.Axes({"tp": copies})
+        model = DistributedDataParallel(model, process_group=replicas)
     with captured_log():
         fp8dist.check(model, axes=axes, policy="warn")
         if rank == (2 if tied else 0):

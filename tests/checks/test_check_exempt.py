@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +19,7 @@ import fp8dist
 from fp8dist import ConfigurationError, DelayedScaling, DivergenceReport
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
+from tests.support.parallel import mesh_of, part_of
 from tests.support.ranks import on_ranks
 from tests.support.suite import NIGHTLY
 from tests.support.training import SmallJob, batch, make_net
@@ -68,8 +68,7 @@ class _Experts(nn.Module):
 def test_experts_and_batch_statistics_of_each_rank_raise_no_alarm() -> None:
     """The shared part is still compared."""
     inner: Any = _Experts()
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    manager = fp8dist.prepare(inner, group=dist.group.WORLD, groups={"*.experts.*": alone})
+    manager = fp8dist.prepare(inner, group=dist.group.WORLD, groups={"*.experts.*": part_of((0,), (1,))})
     own = [name for name, _ in inner.named_parameters() if "experts" in name]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, own)
     model = DistributedDataParallel(inner)
@@ -156,43 +155,32 @@ def test_a_check_that_has_nothing_to_compare_says_what_to_pass() -> None:
     with captured_log() as log:
         reports = [off.attach().check(), off.check()]
         reports += [fp8dist.check(never_attached), fp8dist.check(never_attached)]
-    said = {
-        "plain": _refused(lambda: fp8dist.check(nn.Linear(4, 4))),
-        "no parameters": _refused(lambda: fp8dist.check(nn.ReLU(), group=dist.group.WORLD)),
-        "shards": _refused(lambda: fp8dist.check(sharded)),
-        "left out": _refused(lambda: fp8dist.check(nn.Linear(4, 4), group=dist.group.WORLD, groups={"*": None})),
-        "state of its own": _refused(manager.check),
-        "check_every": _refused(every.step),
-        "state alone": _refused(lambda: manager.check(parameters=False)),
-        "module": _refused(lambda: fp8dist.check(unshared)),
-        "switched off": [(report.consistent, dict(report.compared)) for report in reports],
-        "logged": len(log),
-    }
-    assert (
-        "2 parameters not known to be replicated: name their group or axes, as in fp8dist.check(model, group=…)): "
-        "pass " in said["plain"]
-    )
-    assert "it has no parameters" in said["no parameters"]
-    assert "parameters sharded by FSDP1" in said["shards"]
-    assert "leave the check out" in said["shards"]
-    assert "2 parameters matching *: left out" in said["left out"]
-    assert "9 slots that this rank shares with no other" in said["state of its own"]
-    assert "pass the DDP module to attach()" in said["state of its own"]
-    assert "otherwise do not use check() and check_every" in said["check_every"]
-    assert "parameters" not in said["state alone"].split(":")[0]
-    assert "9 slots that this rank shares with no other" in said["module"]
-    assert said["switched off"] == [(False, {})] * 4
-    assert said["logged"] == (2 if dist.get_rank() == 0 else 0)
+    assert [(report.consistent, dict(report.compared)) for report in reports] == [(False, {})] * 4
+    assert len(log) == (2 if dist.get_rank() == 0 else 0)
+    world, unnamed = dist.group.WORLD, "name their group or axes, as in fp8dist.check(model, group=…)): pass "
+    own = "9 slots that this rank shares with no other"
+    refused: list[tuple[Any, ...]] = [
+        (lambda: fp8dist.check(nn.Linear(4, 4)), f"2 parameters not known to be replicated: {unnamed}"),
+        (lambda: fp8dist.check(nn.ReLU(), group=world), "it has no parameters"),
+        (lambda: fp8dist.check(sharded), "parameters sharded by FSDP1", "leave the check out"),
+        (lambda: fp8dist.check(nn.Linear(4, 4), group=world, groups={"*": None}), "2 parameters matching *: left out"),
+        (manager.check, own, "pass the DDP module to attach()"),
+        (every.step, "otherwise do not use check() and check_every"),
+        (lambda: fp8dist.check(unshared), own),
+    ]
+    for call, *texts in refused:
+        said = _refused(call)
+        assert all(text in said for text in texts), said
+    assert "parameters" not in _refused(lambda: manager.check(parameters=False)).split(":")[0]
 
 
 @on_ranks(4)
 def test_one_rank_with_replicas_is_enough_for_all() -> None:
     """Two of four ranks hold replicas, so no rank gets the error, and none is told that all is consistent."""
     rank = dist.get_rank()
-    mine = [dist.new_group([0, 1]), dist.new_group([2]), dist.new_group([3])][max(0, rank - 1)]
-    report = fp8dist.check(make_net(), groups={"*": mine})
+    report = fp8dist.check(make_net(), groups={"*": part_of((0, 1), (2,), (3,))})
     assert (report.consistent, report.compared) == (False, {"parameter": 6} if rank < 2 else {})
-    alone = [dist.new_group([each]) for each in range(4)][rank]
+    alone = part_of((0,), (1,), (2,), (3,))
     assert "shared with no other rank" in _refused(lambda: fp8dist.check(make_net(), groups={"*": alone}))
 
 
@@ -222,23 +210,18 @@ def test_a_kind_of_which_nothing_is_compared_is_not_consistent() -> None:
     assert list(frozen[3]) == ["parameter"]
     assert shards[:3] == (False, False, {"slot": 9})
     assert "6 parameters that are DTensors without a Replicate axis" in shards[3]["parameter"]
-
-
-@on_ranks(2)
-def test_sparse_gradients_are_not_verified() -> None:
-    model = DistributedDataParallel(nn.Embedding(8, 4, sparse=True))
-    model(torch.tensor([1, 2])).sum().backward()
-    report = fp8dist.check(model, gradients=True)
-    assert (report.consistent, report.compared) == (False, {"parameter": 1})
-    assert report.unverified == {"gradient": "1 gradients with layout torch.sparse_coo"}
+    embedding = DistributedDataParallel(nn.Embedding(8, 4, sparse=True))
+    embedding(torch.tensor([1, 2])).sum().backward()
+    sparse = fp8dist.check(embedding, gradients=True)
+    assert (sparse.consistent, sparse.compared) == (False, {"parameter": 1})
+    assert sparse.unverified == {"gradient": "1 gradients with layout torch.sparse_coo"}
 
 
 @on_ranks(4)
 def test_some_parameters_do_not_stand_for_all() -> None:
     """Ranks 0 and 1 hold all parameters alike, ranks 2 and 3 all but two. Then a check of the manager's."""
-    pairs, alone = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([rank]) for rank in range(4)]
-    pair, rank = pairs[dist.get_rank() // 2], dist.get_rank()
-    reports = [fp8dist.check(make_net(), groups={"first.*": pair if rank < 2 else alone[rank], "*": pair})]
+    rank, groups = dist.get_rank(), {"first.*": part_of((0, 1), (2,), (3,)), "*": part_of((0, 1), (2, 3))}
+    reports = [fp8dist.check(make_net(), groups=groups)]
     frozen = make_net()
     frozen.last.requires_grad_(False)
     reports.append(fp8dist.check(frozen, group=dist.group.WORLD, groups={"first.*": None}))
@@ -257,9 +240,9 @@ def test_some_parameters_do_not_stand_for_all() -> None:
     assert len([line for report in reports for line in str(report).splitlines() if "compared only" in line]) == 3
 
 
-@pytest.mark.parametrize("reshard", [None, False, 2])
+@pytest.mark.parametrize("reshard", [None, 2])
 @on_ranks(4)
-def test_what_a_forward_has_gathered_does_not_stand_for_its_shards(reshard: bool | int | None) -> None:
+def test_what_a_forward_has_gathered_does_not_stand_for_its_shards(reshard: int | None) -> None:
     """As after an evaluation. A gathered copy is equal on all ranks, whatever their shards are."""
     net = make_net()
     manager = fp8dist.prepare(net, group=dist.group.WORLD)
@@ -277,7 +260,7 @@ def test_what_a_forward_has_gathered_does_not_stand_for_its_shards(reshard: bool
 def test_replicas_of_shards_are_compared_while_these_are_gathered() -> None:
     """As after an evaluation, under HSDP."""
     net = make_net()
-    fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    fully_shard(net, mesh=mesh_of((2, 2), ("replicate", "shard")))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     net(torch.ones(4, 32)).sum().backward()
     optimizer.step()
@@ -292,26 +275,21 @@ def test_replicas_of_shards_are_compared_while_these_are_gathered() -> None:
     assert [finding.name for finding in report.findings] == ["first.weight"]
 
 
-@pytest.mark.parametrize(
-    ("which", "compared", "name"),
-    [("model", {"parameter": 6, "slot": 9}, "first.weight"), ("part", {"parameter": 2}, "weight")],
-)
 @on_ranks(2)
-def test_an_attached_model_is_compared_as_it_is_wrapped(which: str, compared: dict[str, int], name: str) -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net, group=dist.group.WORLD)
-    ddp = DistributedDataParallel(net)
-    manager.attach(ddp)
-    checked = net if which == "model" else net.first
-    clean = fp8dist.check(checked)
+def test_an_attached_model_and_its_parts_are_compared_as_they_are_wrapped() -> None:
+    job = SmallJob()
+    net = job.net
+    for checked, compared in ((net, {"parameter": 6, "slot": 9}), (net.first, {"parameter": 2})):
+        clean = fp8dist.check(checked)
+        assert (clean.consistent, clean.compared) == (True, compared)
     with torch.no_grad():
         net.first.weight[0, 0] += 5.0 * dist.get_rank()
-    report = fp8dist.check(checked, policy="warn")
-    assert (clean.consistent, dict(clean.compared), [(finding.kind, finding.name) for finding in report.findings]) == (
-        True,
-        compared,
-        [("parameter", name)],
-    )
+    with captured_log():
+        found = [fp8dist.check(checked, policy="warn").findings for checked in (net, net.first)]
+    assert [[(f.kind, f.name) for f in of] for of in found] == [
+        [("parameter", "first.weight")],
+        [("parameter", "weight")],
+    ]
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -416,7 +394,7 @@ def test_buffers_that_are_not_known_to_be_replicated_are_skipped() -> None:
 @on_ranks(4)
 def test_dtensors_are_compared_along_their_replicate_axes() -> None:
     """A DTensor among the buffers, replicated along one axis of four ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     net = nn.Linear(4, 4)
     for name in ("weight", "bias"):
         value = distribute_tensor(torch.ones_like(getattr(net, name)), mesh, [Replicate(), Shard(0)])
@@ -449,10 +427,6 @@ def _checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> DivergenceRe
         return fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizer, policy="warn")
 
 
-def _mesh(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tp")[: len(shape)])
-
-
 @pytest.mark.parametrize(
     ("shape", "wrapped", "named"),
     [
@@ -466,7 +440,7 @@ def test_a_rank_that_is_a_step_behind_is_named(
     shape: tuple[int, ...], wrapped: bool, named: list[tuple[int, ...]]
 ) -> None:
     torch.manual_seed(0)
-    mesh, model = _mesh(*shape), nn.Linear(8, 8)
+    mesh, model = mesh_of(shape, ("replicate", "shard", "tp")[: len(shape)]), nn.Linear(8, 8)
     if len(shape) == 3 or not wrapped:
         inner = mesh["tp"] if wrapped else mesh
         for name in ("weight", "bias"):
@@ -488,7 +462,7 @@ def test_a_rank_that_is_a_step_behind_is_named(
 def test_equal_counts_verify_no_moments() -> None:
     """Shards of FSDP2 without replicas: the moments exist once. Of eight experts, each rank has two, whose gradient it
     gets alone: no tokens on one rank are no difference."""
-    mesh, model = _mesh(4), nn.Module()
+    mesh, model = mesh_of((4,), ("shard",)), nn.Module()
     model.dense = nn.Linear(8, 8)
     fully_shard(model.dense, mesh=mesh)
     with counted_collectives() as calls:
@@ -506,7 +480,7 @@ def test_equal_counts_verify_no_moments() -> None:
 @on_ranks(3)
 def test_a_rank_without_a_part_has_no_count() -> None:
     """Four rows on three ranks: the last one has none of them. An optimizer may keep no state for it."""
-    fully_shard(model := nn.Linear(8, 4), mesh=init_device_mesh("cpu", (3,)))
+    fully_shard(model := nn.Linear(8, 4), mesh=mesh_of((3,), ("shard",)))
     optimizer = _stepped(model)
     if dist.get_rank() == 2:
         optimizer.state.clear()

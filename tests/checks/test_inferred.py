@@ -140,7 +140,6 @@ QUIET: dict[str, dict[str, Any]] = {
         "one rank never had tokens",
         "parted after one check",
         "renamed after it was adopted",
-        "no checks",
     ),
 )
 @on_ranks(2)

@@ -10,16 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import DivergenceError
 from tests.support.logs import captured_log
-from tests.support.parallel import same_on_all_ranks
+from tests.support.parallel import mesh_of, same_on_all_ranks
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.suite import NIGHTLY
 from tests.support.training import SmallJob, batch, bits, make_net, parameter_bits, state_bits, unwrapped
 
 HANG = 30.0
@@ -132,61 +130,34 @@ def _slots(policy: str = "warn") -> tuple[nn.Module, StateManager]:
     return model, manager
 
 
-@on_ranks(3)
-def test_whole_slots_are_repaired() -> None:
-    odd = 1
-    _model, manager = _slots()
-    healthy = state_bits(manager)
-    arena = manager._syncs[0].arena
-    if dist.get_rank() == odd:
-        for i, tensor in enumerate(
-            (arena.scales, arena.cold, arena.amax, arena.history, arena.block_max, arena.counters)
-        ):
-            _scramble(
-                tensor[..., :2] if tensor.shape[-1] == 3 and tensor.ndim < 3 and len(tensor) != 3 else tensor[:2], i
-            )
-    assert (state_bits(manager) != healthy) == (dist.get_rank() == odd)
-    with captured_log():
-        report = manager.check(policy="repair")
-        again = manager.check(policy="warn")
-    assert report.consistent
-    assert again.consistent
-    assert {(f.kind, f.ranks, f.reference_rank) for f in report.findings} == {
-        (kind, (odd,), 0) for kind in ("scale", "history")
-    }
-    assert state_bits(manager) == healthy
-    for i, name in enumerate("abc"):  # Training continues.
-        manager.slot(name, "input").record(torch.tensor([0.5 + i]))
-    manager.step()
-    same_on_all_ranks((bits(arena.block_max), state_bits(manager)))
-
-
 def _repair_at_a_sync(odd: int | None) -> Any:
-    """Policy "repair" in a running job: the sync finds the scale, and the check repairs other damage with it."""
+    """Policy "repair" in a running job: the sync finds a scale, and the check repairs two whole slots with it."""
     _model, manager = _slots(policy="repair")
     events: list[Any] = []
     manager.on_event(lambda event: events.append(event.report))
+    arena = manager._syncs[0].arena
     if dist.get_rank() == odd:
-        manager.slot("b", "input").scale.mul_(2)
-        manager.slot("b", "input").amax.fill_(55.0)
-        manager._syncs[0].arena.history[0, 1] = 1000.0
+        before = state_bits(manager)
+        for i, tensor in enumerate((arena.scales, arena.cold, arena.amax, arena.history, arena.block_max)):
+            _scramble(tensor[..., :2] if tensor is arena.scales else tensor[:2], i)
+        _scramble(arena.counters[..., :2], 5)
+        assert state_bits(manager) != before
     with captured_log() as log:
         for step in range(3):
             for name in "abc":
                 manager.slot(name, "input").record(torch.tensor([2.0 + step]))
             manager.step()
         report = manager.check(policy="warn")
-    return state_bits(manager), [r.repaired for r in events], report.consistent, len(log)
+    return state_bits(manager), bits(arena.block_max), [r.repaired for r in events], report.consistent, len(log)
 
 
 @pytest.mark.slow
 def test_a_sync_that_fails_is_repaired_and_the_job_goes_on_as_if_nothing_had_been(three_ranks: RankPool) -> None:
     undisturbed = three_ranks.run(_repair_at_a_sync, None)
-    for rank, (state, repaired, consistent, logged) in enumerate(three_ranks.run(_repair_at_a_sync, 0)):
-        assert state == undisturbed[0][0]
-        assert len(repaired) == 1
-        assert "scale of 'b:input' on rank 0, from rank 1" in repaired[0]
-        assert any(text.startswith("history of 'a:input'") for text in repaired[0])
+    for rank, (*state, repaired, consistent, logged) in enumerate(three_ranks.run(_repair_at_a_sync, 0)):
+        assert state == list(undisturbed[0][:2])
+        of_two = {f"{kind} of '{name}:input' on rank 0, from rank 1" for kind in ("scale", "history") for name in "ab"}
+        assert [set(of_event) for of_event in repaired] == [of_two]
         assert consistent
         assert logged == (rank == 1)
 
@@ -207,12 +178,11 @@ def _refused(values: dict[str, list[float]], layout: str = "") -> Any:
 
 
 REFUSED: dict[str, tuple[dict[str, list[float]], str]] = {
-    "two ranks have no majority": ({"a": [1, 2]}, ""),
     "two against two": ({"a": [1, 1, 2, 2]}, ""),
     "one thing with, one without": ({"a": [1, 1, 1, 2], "b": [1, 2, 1, 2]}, ""),
     "behind a thousand with": ({**{f"p{i:04d}": [1.0, 1, 2, 1] for i in range(1030)}, "z": [1, 1, 2, 2]}, ""),
-    "a parameter more": ({"a": [1, 1, 2]}, "extra"),
-    "another step": ({"a": [1, 1, 2]}, "step"),
+    "a parameter more": ({"a": [1, 1, 1, 2]}, "extra"),
+    "another step": ({"a": [1, 1, 1, 2]}, "step"),
 }
 """Values of parameters by rank. Without a majority for everything, or if ranks differ in more than content, nothing is
 touched."""
@@ -227,12 +197,9 @@ def _repaired(model: nn.Module, **arguments: Any) -> tuple[fp8dist.DivergenceRep
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_repaired_is_left_as_it_is(
-    two_ranks: RankPool, three_ranks: RankPool, four_ranks: RankPool, what: str
-) -> None:
+def test_what_is_not_repaired_is_left_as_it_is(four_ranks: RankPool, what: str) -> None:
     values, layout = REFUSED[what]
-    pool = {2: two_ranks, 3: three_ranks, 4: four_ranks}[len(next(iter(values.values())))]
-    results = pool.run(_refused, values, layout, timeout=60)
+    results = four_ranks.run(_refused, values, layout, timeout=60)
     for raised, unchanged, repaired, text, _ in results:
         assert (raised, unchanged, repaired) == (True, True, ())
         assert "repaired" not in text
@@ -268,55 +235,39 @@ def test_a_repair_that_fails_on_a_rank_is_reported_by_all() -> None:
         assert report.notes[-1].startswith(note)
 
 
-@on_ranks(3, timeout=60)
-def test_a_number_in_an_optimizers_state_is_repaired_or_everything_is_refused() -> None:
-    """An optimizer whose step count is a Python number: there is no tensor to write to."""
-    model = make_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    odd = dist.get_rank() == 2
-    optimizer.state[model.first.weight]["step"] = 4 if odd else 3
-    if odd:
-        with torch.no_grad():
-            model.last.bias[0] += 1
-    before = parameter_bits(model)
-    with captured_log():
-        report, _ = _repaired(model, optimizer=optimizer)
-    if report.consistent:
-        assert optimizer.state[model.first.weight]["step"] == 3
-    assert (parameter_bits(model) == before) == (not report.consistent or not odd)
-
-
 @on_ranks(3)
-def test_lists_and_mappings_in_an_optimizers_state_are_compared_and_repaired() -> None:
-    """As SOAP and LBFGS have them. What cannot be read is named."""
+def test_numbers_lists_and_mappings_in_an_optimizers_state_are_compared_and_repaired() -> None:
+    """As SOAP and LBFGS have them; there may be no tensor to write to. What cannot be read is named."""
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state, odd = optimizer.state[model.first.bias], dist.get_rank() == 1
-    state |= {"Q": [torch.ones(2), torch.full((2,), 2.0 + odd)], "last": {"k": [7 + odd]}, "projector": object()}
+    state |= {"Q": [torch.ones(2), torch.full((2,), 2.0 + odd)], "last": {"k": [7 + odd]}, "step": 3 + odd}
+    state["projector"] = object()
     with captured_log():
         report, _ = _repaired(model, optimizer=optimizer)
         state["Q"][0][1] = torch.nan
         assert fp8dist.check(model, group=dist.group.WORLD, optimizer=optimizer).nonfinite == ("first.bias.Q.0",)
-    assert {f.name for f in report.findings} == {"first.bias.Q.1", "first.bias.last.k.0"}
-    assert (state["Q"][1].tolist(), state["last"]) == ([2.0, 2.0], {"k": [7]})
+    assert {f.name for f in report.findings} == {f"first.bias.{name}" for name in ("Q.1", "last.k.0", "step")}
+    assert (state["Q"][1].tolist(), state["last"], state["step"]) == ([2.0, 2.0], {"k": [7]}, 3)
     assert "1 optimizer states of type object" in report.skipped
 
 
-def _train(damaged_rank: int | None, entry: str) -> Any:
-    """Run six steps of DDP in FP8. After the fourth, scramble and repair everything on one rank."""
+def _train(damaged: bool) -> Any:
+    """Run six steps of DDP in FP8. After two of them, scramble and repair everything on one rank."""
     job = SmallJob(DelayedScaling(history_len=4), net=make_net(seed=3), optimizer=torch.optim.AdamW)
+    repairs = {1: (0, job.manager.check), 3: (2, partial(fp8dist.check, job.called))}
     losses = []
     for step in range(6):
         losses.append(job.step(step))
-        if step == 3 and damaged_rank is not None:
-            if dist.get_rank() == damaged_rank:
+        if damaged and step in repairs:
+            odd, check = repairs[step]
+            if dist.get_rank() == odd:
                 for i, p in enumerate(job.net.parameters()):
                     _scramble(p, i)
                     for j, value in enumerate(job.optimizer.state[p].values()):
                         _scramble(value, 100 + 10 * i + j)
                 _scramble(job.manager.slot("branch", "weight").scale, 7)
                 _scramble(job.manager.slot("first", "input").amax, 8)
-            check = job.manager.check if entry == "manager.check" else partial(fp8dist.check, job.called)
             with captured_log():
                 report = check(optimizer=job.optimizer, policy="repair")
             assert report.consistent
@@ -325,10 +276,8 @@ def _train(damaged_rank: int | None, entry: str) -> Any:
 
 
 @pytest.mark.slow
-def test_training_after_a_repair_equals_the_undisturbed_run_bitwise(three_ranks: RankPool) -> None:
-    undisturbed = three_ranks.run(_train, None, "")
-    for odd, entry in ((0, "manager.check"), (2, "fp8dist.check")):
-        assert three_ranks.run(_train, odd, entry) == undisturbed
+def test_training_after_repairs_equals_the_undisturbed_run_bitwise(three_ranks: RankPool) -> None:
+    assert three_ranks.run(_train, True) == three_ranks.run(_train, False)
 
 
 @on_ranks(3)
@@ -353,7 +302,7 @@ def test_a_repaired_weight_is_cast_anew() -> None:
 def test_replicas_of_shards_are_repaired() -> None:
     torch.manual_seed(0)
     model: Any = nn.Linear(16, 16)
-    fully_shard(model, mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard")))
+    fully_shard(model, mesh=mesh_of((4, 1), ("replicate", "shard")))
     healthy = bits(model.weight.to_local())
     if dist.get_rank() == 1:
         _scramble(model.weight.to_local(), 5)
@@ -371,7 +320,7 @@ def test_replicas_of_shards_are_repaired() -> None:
 def test_a_repair_that_some_ranks_ask_for_is_none() -> None:
     """Nor do only these free what FSDP2 keeps gathered: the next forward would wait for the others."""
     torch.manual_seed(0)
-    model: Any = fully_shard(nn.Linear(16, 16), mesh=init_device_mesh("cpu", (3,)), reshard_after_forward=False)
+    model: Any = fully_shard(nn.Linear(16, 16), mesh=mesh_of((3,), ("shard",)), reshard_after_forward=False)
     plain, x = nn.Linear(4, 4), torch.ones(2, 16)
     whole = nn.ModuleList([model, nn.parallel.DistributedDataParallel(plain)])
     for differs in (False, True):
@@ -385,17 +334,19 @@ def test_a_repair_that_some_ranks_ask_for_is_none() -> None:
         model(x)
 
 
+@pytest.mark.parametrize("entry", ["fp8dist.check", "manager.check"])
 @on_ranks(3, timeout=HANG)
-def test_the_least_limit_of_all_ranks_counts() -> None:
+def test_the_least_limit_of_all_ranks_counts(entry: str) -> None:
     """A rank may have another one, or count other checks, as the stages of a pipeline do."""
-    model = nn.parallel.DistributedDataParallel(make_net())
-    limit = 1 if dist.get_rank() == 2 else None
-    _nudge(model.module, "last.bias")
+    job, limit = SmallJob(), 1 if dist.get_rank() == 2 else None
+    of: Any = job.manager.check if entry == "manager.check" else partial(fp8dist.check, job.called)
+    check = partial(of, policy="repair", max_repairs=limit)
+    _nudge(job.net, "last.bias")
     with captured_log():
-        assert fp8dist.check(model, policy="repair", max_repairs=limit).repaired
-        _nudge(model.module, "last.bias")
+        assert check().repaired
+        _nudge(job.net, "last.bias")
         with pytest.raises(DivergenceError, match=r"repaired in 1 checks in a row \(max_repairs\)"):
-            fp8dist.check(model, policy="repair", max_repairs=limit)
+            check()
 
 
 PERSISTS = "the cause persists: "
@@ -439,46 +390,32 @@ def test_a_repair_that_repeats_says_that_its_cause_persists(prepared: bool) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "raises"), [("check", 2), pytest.param("prepare", 2, marks=NIGHTLY), ("check_every", 3)]
-)
 @on_ranks(3)
-def test_a_number_of_repairs_after_which_all_ranks_raise(how: str, raises: int) -> None:
-    settings: dict[str, Any] = {"check_every": 1, "check_policy": "repair"} if how == "check_every" else {}
-    limit: Any = {"max_repairs": 2}
-    job = SmallJob(optimizer=partial(torch.optim.SGD, lr=0.0001), **settings, **({} if how == "check" else limit))
-
-    def step(index: int) -> None:
+def test_a_number_of_repairs_after_which_all_ranks_raise() -> None:
+    settings: dict[str, Any] = {"check_every": 1, "check_policy": "repair", "max_repairs": 2}
+    job = SmallJob(optimizer=partial(torch.optim.SGD, lr=0.0001), **settings)
+    text = r"nothing was copied: the cause persists: last\.bias repaired in 2 checks in a row \(max_repairs\)"
+    for index in range(4):
         job.backward(index)
-        with captured_log():
+        with captured_log(), pytest.raises(DivergenceError, match=text) if index == 3 else contextlib.nullcontext():
             job.optimizer.step()
             _nudge(job.net, "last.bias")
-            if how != "check_every":
-                job.manager.check(policy="repair", **(limit if how == "check" else {}))
-
-    for index in range(raises):
-        step(index)
-    text = r"nothing was copied: the cause persists: last\.bias repaired in 2 checks in a row \(max_repairs\)"
-    with pytest.raises(DivergenceError, match=text):
-        step(raises)
     biases: list[Any] = [None] * 3
     dist.all_gather_object(biases, bits(job.net.last.bias))
     assert biases[0] != biases[1]
 
 
-@pytest.mark.parametrize("limit", [None, 3])
 @on_ranks(3)
-def test_scales_that_each_sync_repairs_count_too(limit: int | None) -> None:
+def test_scales_that_each_sync_repairs_count_too() -> None:
     """Set a scale on rank 1 before each step, so that each sync finds and repairs it."""
     recipe, sgd = DelayedScaling(history_len=3), partial(torch.optim.SGD, lr=0.0001)
-    job = SmallJob(recipe, wrap=unwrapped, optimizer=sgd, check_policy="repair", max_repairs=limit)
+    job = SmallJob(recipe, wrap=unwrapped, optimizer=sgd, check_policy="repair", max_repairs=3)
     noted: list[bool] = []
     job.manager.on_event(lambda event: noted.append(bool(event.report.notes)))  # type: ignore[union-attr]
-    for step in range(5 if limit is None else 4):
+    text = r"the cause persists: first:weight repaired in 3 checks in a row \(max_repairs\)"
+    for step in range(4):
         job.backward(step, rank=0)
         job.manager.slot("first", "weight").scale.mul_(1 + (dist.get_rank() == 1))
-        text = r"the cause persists: first:weight repaired in 3 checks in a row \(max_repairs\)"
-        error = pytest.raises(DivergenceError, match=text) if step == limit else contextlib.nullcontext()
-        with captured_log(), error:
+        with captured_log(), pytest.raises(DivergenceError, match=text) if step == 3 else contextlib.nullcontext():
             job.optimizer.step()
-    assert limit is not None or noted == [False, False, True, True, True]
+    assert noted == [False, False, True, True]

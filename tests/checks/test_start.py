@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8dist
@@ -19,16 +18,15 @@ from fp8dist import ConfigurationError, DivergenceError
 from fp8dist.checks.contents import Digester
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
+from tests.support.parallel import mesh_of, part_of
 from tests.support.ranks import on_ranks
 from tests.support.states import state_of
-from tests.support.suite import NIGHTLY
 from tests.support.training import batch, bits, make_net
 
 
 @pytest.mark.parametrize(
     ("layout", "count", "said"),
     [
-        pytest.param("ddp", 1, "compared 6 parameters of 18.9 kB over 4 ranks in ", marks=NIGHTLY),
         ("switched off", 1, "compared 6 parameters of 18.9 kB over 4 ranks in "),
         # The last one lists parameters that are equal and not compared: there is none.
         ("fsdp2", 2, "had nothing to compare over 4 ranks: 6 parameters that are DTensors without a Replicate axis"),
@@ -42,12 +40,10 @@ def test_it_is_one_collective_at_attach_and_none_in_a_step(layout: str, count: i
     for start in ("raise", None):
         net, group = make_net(), dist.group.WORLD
         if layout == "hsdp":
-            group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))  # type: ignore[assignment]
+            group = mesh_of((2, 2), ("replicate", "shard"))  # type: ignore[assignment]
         manager = fp8dist.prepare(net, group=group, enabled=layout != "switched off")
         called: Any = net
-        if layout == "ddp":
-            called = nn.parallel.DistributedDataParallel(net)
-        elif layout != "switched off":
+        if layout != "switched off":
             called = fully_shard(net, mesh=group if layout == "hsdp" else None)  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(called.parameters(), lr=0.1)
         with counted_collectives() as calls, captured_log(logging.INFO) as log:
@@ -197,11 +193,11 @@ def test_a_resumed_plain_model_is_compared(
 @on_ranks(4, timeout=30)
 def test_all_ranks_compare_though_each_module_has_a_pattern() -> None:
     """Two patterns name the group of all ranks, another one a pair: the pair's arena comes first on ranks 0 and 1."""
-    net, pairs = make_net(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    net = make_net()
     if dist.get_rank() % 2:
         nn.init.ones_(net.branch.weight)
         nn.init.ones_(net.last.bias)
-    groups = {"first": dist.group.WORLD, "last": dist.group.WORLD, "branch": pairs[dist.get_rank() // 2]}
+    groups = {"first": dist.group.WORLD, "last": dist.group.WORLD, "branch": part_of((0, 1), (2, 3))}
     manager = fp8dist.prepare(net, group=dist.group.WORLD, groups=groups)  # type: ignore[arg-type]
     with captured_log(), pytest.raises(DivergenceError) as caught:
         manager.attach()
@@ -211,12 +207,12 @@ def test_all_ranks_compare_though_each_module_has_a_pattern() -> None:
 @on_ranks(4, timeout=30)
 def test_some_ranks_have_a_part_that_the_others_do_not_have() -> None:
     """Its ranks alone compare it. All ranks go through the same collectives, also where nothing else is left out."""
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = part_of((0, 1), (2, 3))
     whole, rank = nn.Module(), dist.get_rank()
     manager = fp8dist.prepare(net := make_net(), group=dist.group.WORLD)
     whole.net = nn.parallel.DistributedDataParallel(net)
     if rank < 2:
-        whole.judge = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), process_group=halves[0])
+        whole.judge = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), process_group=half)
     manager.attach(whole, optimizer=torch.optim.SGD(whole.parameters(), lr=0.1))
     report = manager.check()
     assert (report.consistent, report.compared["parameter"]) == (True, 8 if rank < 2 else 6)

@@ -166,18 +166,8 @@ def test_what_cannot_be_compared_is_refused_on_all_ranks() -> None:
         assert str(caught.value).startswith(text)
 
 
-def test_one_rank_alone() -> None:
-    report = fp8dist.check_values({"lr": 0.1})
-    assert (report.consistent, report.skipped) == (False, ("there is one rank, or no process group",))
+def test_one_rank_alone_is_refused_what_cannot_be_compared_too() -> None:
     with pytest.raises(ConfigurationError, match="cannot compare"):
         fp8dist.check_values({"lr": object()})
     with pytest.raises(ConfigurationError, match="values must be a function that returns a mapping, got dict"):
         fp8dist.prepare(nn.Sequential(nn.Linear(16, 16)), values={"lr": 0.1})  # type: ignore[arg-type]
-
-
-@on_ranks(2)
-def test_a_group_of_one_rank_compares_nothing() -> None:
-    alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    for distinct in (False, True):
-        report = fp8dist.check_values({"lr": 0.1}, group=alone, distinct=distinct)
-        assert (report.consistent, report.compared) == (False, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import time
@@ -18,17 +19,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 import fp8dist
 from fp8dist import Event, Fp8DistError, LossGuard, ReplayBuffer
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.replays import model_replay, triggers
-from fp8dist.state.groups import local_part
+from fp8dist.replays.neighbours import from_next
+from fp8dist.state.groups import SyncGroup, local_part
 from tests.support.answers import flipping
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool, on_ranks, short_grace
 from tests.support.replayed import Training
-from tests.support.suite import NIGHTLY, few
+from tests.support.suite import few
 
 pytestmark = pytest.mark.slow
 
@@ -45,9 +48,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _trained(options: dict[str, Any], replays: bool) -> Any:
-    """Train five steps. With replays: one in the middle of an accumulation, and one that a spike of the loss starts.
+    """Train five steps. With replays: one in the middle of an accumulation, one that a spike of the loss starts, and
+    one before the last step, which would not record the amax of a weight whose cast the replay had kept.
 
-    Return everything at the end, what the first replay found and left, and what ``replay_on`` reported.
+    Return everything at the end, what modules have counted, what the first replay found and left, and what
+    ``replay_on`` reported.
     """
     training = Training(**options)
     of = training.manager or training.model
@@ -76,9 +81,14 @@ def _trained(options: dict[str, Any], replays: bool) -> Any:
         found.append((report, _changed(before, training.everything()), same))
 
     with captured_log():
-        training.train(5, inside)
+        training.train(4, inside)
+        if replays:
+            fp8dist.replay(training.model, training.step, data(6), group=training.group)
+        monitors = [part.slots.monitor for part in fp8_parts(training.net)]
+        counted = [(each._backwards, each._changes, each._look_at) for each in monitors]
+        training.train(1, inside)
     replayed = [(event.step, event.replay[:3], event.replay.report.sentence) for event in events if event.replay]
-    return training.everything(), found, replayed
+    return training.everything(), counted, found, replayed
 
 
 def _changed(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
@@ -92,7 +102,7 @@ def test_training_goes_on_as_if_there_had_been_no_replay(kind: str, two_ranks: R
     with_replays, plain = ranks.run(_trained, KINDS[kind], True), ranks.run(_trained, KINDS[kind], False)
     # Without FP8 the second replay comes as the guard looks, after the first of two microbatches.
     microbatch = 1 if KINDS[kind].get("fp8", True) else 0
-    for (after, found, replayed), (expected, *none) in zip(with_replays, plain, strict=True):
+    for (after, counted, found, replayed), (expected, counts, *none) in zip(with_replays, plain, strict=True):
         ((report, changed, same_gradients),) = found
         assert report.reproducible, str(report)
         assert not report.findings
@@ -102,26 +112,7 @@ def test_training_goes_on_as_if_there_had_been_no_replay(kind: str, two_ranks: R
         assert (step, place) == (4, ("spike", 4, microbatch))
         assert sentence.startswith("reproducible: ")
         assert _changed(expected, after) == []
-        assert none == [[], []]
-
-
-def _replayed_between_steps(replays: bool) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Return everything after a step that a replay comes before, and what its modules have counted then."""
-    training = Training()
-    training.train(2)
-    if replays:
-        training.replay(6)
-    monitors = [part.slots.monitor for part in fp8_parts(training.net)]
-    counted = {str(i): (each._backwards, each._changes, each._look_at) for i, each in enumerate(monitors)}
-    training.train(1)
-    return training.everything(), counted
-
-
-def test_a_replay_before_the_first_forward_of_a_step_leaves_no_cast_and_no_count(two_ranks: RankPool) -> None:
-    """A cast of a weight that the replay keeps would have its amax recorded, but the record is put back."""
-    for found, expected in zip(*(two_ranks.run(_replayed_between_steps, replays) for replays in (True, False))):
-        assert _changed(expected[0], found[0]) == []
-        assert found[1] == expected[1]
+        assert (counted, none) == (counts, [[], []])
 
 
 def _put(y: Tensor) -> Tensor:
@@ -146,22 +137,22 @@ def _attended(y: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(heads, heads, heads).reshape(y.shape)
 
 
-def _caused(cause: str, options: dict[str, Any], odd: int) -> fp8dist.ReplayReport:
-    """Replay a step in which rank ``odd`` has a fault, after two steps."""
+def _caused(causes: tuple[str, ...], options: dict[str, Any], odd: int) -> list[fp8dist.ReplayReport]:
+    """Train for two steps, and replay one for each of the causes, which rank ``odd`` alone has."""
     training = Training(**options)
-    fault = training.net.blocks[1]
-    fault.fault = _attended if cause == "flag" else fault.fault
+    block, counted, reports = training.net.blocks[1], _Counted(), []
+    block.fault = _attended
     training.train(2)
-    here = dist.get_rank() == odd
-    context: Any = contextlib.nullcontext()
-    if here and cause in ("op", "hidden"):
-        fault.fault = {"op": _put, "hidden": _Counted()}[cause]
-    elif here and cause == "flag":
-        context = sdpa_kernel(SDPBackend.MATH)
-    elif here and cause == "product":
-        context = _bad_product(fault.down)
-    with context:
-        return training.replay()
+    faults = {"op": lambda y: _put(_attended(y)), "hidden": lambda y: counted(_attended(y))}
+    for cause in causes:
+        context: Any = contextlib.nullcontext()
+        if dist.get_rank() == odd:
+            block.fault = faults.get(cause, _attended)
+            context = sdpa_kernel(SDPBackend.MATH) if cause == "flag" else context
+            context = _bad_product(block.down) if cause == "product" else context
+        with context:
+            reports.append(training.replay())
+    return reports
 
 
 @contextlib.contextmanager
@@ -188,30 +179,35 @@ CAUSES = {
 }
 
 
+IN_MODULES, IN_PRODUCTS = ("op", "hidden", "flag"), ("product",)
+
+
 @pytest.mark.parametrize(
-    ("kind", "cause"),
+    ("kind", "causes"),
     few(
-        [(kind, cause) for cause in CAUSES for kind in ("ddp", "fsdp2, fp8 gather")],
-        *[("ddp", "op"), ("ddp", "hidden"), ("ddp", "flag"), ("fsdp2, fp8 gather", "product")],
+        [(kind, causes) for kind in ("ddp", "fsdp2, fp8 gather") for causes in (IN_MODULES, IN_PRODUCTS)],
+        *[("ddp", IN_MODULES), ("fsdp2, fp8 gather", IN_PRODUCTS)],
     ),
 )
-def test_each_cause_has_its_sentence(cause: str, kind: str, two_ranks: RankPool, three_ranks: RankPool) -> None:
+def test_each_cause_has_its_sentence(
+    causes: tuple[str, ...], kind: str, two_ranks: RankPool, three_ranks: RankPool
+) -> None:
     """Ranks that differ need a third one to be told apart; what one rank does alone needs no other. Of data with a NaN:
     tests/launch/test_faults.py."""
-    wanted, module, words = CAUSES[cause]
-    differ = wanted == "ranks differ"
-    ranks, size = (three_ranks, 3) if differ and kind != "ddp" else (two_ranks, 2)
-    report, *others = ranks.run(_caused, cause, KINDS[kind], 1)
-    assert all(other == report for other in others)
-    (first,) = report.findings
-    assert (first.kind, first.module, first.what) == (wanted, module, "output"), str(report)
-    assert first.ranks == ((0, 1) if differ and size == 2 else (1,)), str(report)
-    assert words in report.sentence
-    if differ:
-        assert first.index is not None
-        assert first.ulp
-        assert first.reference_rank == (2 if size == 3 else None)
-    assert not report.reproducible
+    ranks, size = (two_ranks, 2) if kind == "ddp" else (three_ranks, 3)
+    for cause, report, *others in zip(causes, *ranks.run(_caused, causes, KINDS[kind], 1)):
+        wanted, module, words = CAUSES[cause]
+        differ = wanted == "ranks differ"
+        assert all(other == report for other in others)
+        (first,) = report.findings
+        assert (first.kind, first.module, first.what) == (wanted, module, "output"), str(report)
+        assert first.ranks == ((0, 1) if differ and size == 2 else (1,)), str(report)
+        assert words in report.sentence
+        if differ:
+            assert first.index is not None
+            assert first.ulp
+            assert first.reference_rank == (2 if size == 3 else None)
+        assert not report.reproducible
 
 
 def _raising(kind: str) -> list[str]:
@@ -230,7 +226,8 @@ def _raising(kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_step_that_raises_on_one_rank_is_one_error_on_all(kind: str, two_ranks: RankPool) -> None:
     first, second = two_ranks.run(_raising, kind)
-    two_ranks.close()
+    if kind == "fsdp2":
+        two_ranks.close()
     assert first == second
     assert first[0].startswith("replay(): rank 1 raised in the first run: AttributeError: 'Tensor' object has no")
     assert first[1:] == []
@@ -349,73 +346,107 @@ def test_the_data_is_not_blamed_for_a_parameter(kind: str) -> None:
     )
 
 
-def _other_gradient(kind: str) -> fp8dist.ReplayReport:
-    """The gradient of rank 1's BatchNorm is another. No collective of tensor parallelism comes after it."""
-    training = Training(kind="tp")
-    training.train(2)
-    if dist.get_rank() == 1:
-        factors = iter(1 + 1 / (call if kind == "unsteady" else 1) for call in range(1, 20))
-        tripled = training.net.norm.register_forward_hook(
-            lambda module, args, y: y.register_hook(lambda gradient: gradient * next(factors)) and None
-        )
-    report = training.replay(timeout=timedelta(seconds=20))
-    if dist.get_rank() == 1:
-        tripled.remove()
-    return report
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=NIGHTLY) for kind in ("unsteady", "other")])
-def test_tensor_parallel_ranks_run_as_often_as_each_other(kind: str, four_ranks: RankPool) -> None:
-    """Ranks 1 and 3 look closer, so ranks 0 and 2, which hold other parts, run with them."""
-    zero, one, two, three = four_ranks.run(_other_gradient, kind, timeout=60)
-    assert zero == two
-    assert one == three
-    assert not zero.findings
-    found = one.findings[0]
-    assert (found.kind, found.module) == ("not deterministic" if kind == "unsteady" else "ranks differ", "norm")
-
-
-def _replayed_on(cause: str) -> Any:
-    """An event in the second of three steps, and a cause in its replay that the part of rank 1 alone sees. Return (the
-    sentences that the callback gets, what is logged, the steps done)."""
+def _replayed_on() -> Any:
+    """Events in the second and the third of four steps. In the first replay the part of rank 1 alone sees a gradient
+    that is another in each run, in the second one rank 1 raises. No collective of tensor parallelism comes after that
+    gradient. Return ((kind, sentence) that the callback gets, what is logged, the steps done)."""
     training = Training(kind="tp", accumulates=1)
     buffer, events = ReplayBuffer(training.manager), list[Any]()
-    replaying = False
-
-    def other_gradient(gradient: Tensor) -> Tensor:
-        return gradient * 2 if replaying and cause == "finding" and dist.get_rank() == 1 else gradient
+    cause, factors = "", (1 + 1 / call for call in itertools.count(1))  # In a replay on rank 1.
 
     def step(batch: Any) -> None:
-        nonlocal replaying
-        replaying = True
+        nonlocal cause
+        cause = {1: "unsteady", 2: "error"}[index] if dist.get_rank() == 1 else ""
         training.step(batch)
-        replaying = False
-        if cause == "error" and dist.get_rank() == 1:
+        if cause == "error":
             raise ValueError("no loss")
+        cause = ""
+
+    def other_gradient(gradient: Tensor) -> Tensor:
+        return gradient * next(factors) if cause == "unsteady" else gradient
 
     training.net.norm.register_forward_hook(lambda module, args, y: y.register_hook(other_gradient) and None)
-    fp8dist.replay_on(training.manager, buffer, step, ("nonfinite",), group=training.group, callback=events.append)
+    options: Any = {"group": training.group, "callback": events.append, "at_most_every": 1}
+    fp8dist.replay_on(training.manager, buffer, step, ("nonfinite",), **options)
     patient = partial(triggers.replay, timeout=timedelta(seconds=15))
     with captured_log() as log, mock.patch.object(triggers, "replay", patient):
-        for index in range(3):
+        for index in range(4):
             batch = training.data(index)
             buffer.keep(batch)
             training.step(dict(batch))
-            if index == 1:
+            if index in (1, 2):
                 training.manager._syncs[0].arena.pending[0] = math.inf
             training.end_step()
-    sentences = [event.replay.report.sentence for event in events]
-    return sentences, [text for _, text in log if "replay" in text], training.steps
+    reports = [event.replay.report for event in events]
+    found = [(report.findings[0].kind, report.sentence) for report in reports]
+    return found, [text for _, text in log if "replay" in text], training.steps
 
 
 def test_what_one_part_finds_all_ranks_return_and_one_logs(four_ranks: RankPool) -> None:
-    """Under tensor parallelism each data-parallel group has its own report, and the training one event."""
-    results = four_ranks.run(_replayed_on, "finding", timeout=60)
-    assert [(len(log), steps) for _, log, steps in results] == [(1, 3), (0, 3), (0, 3), (0, 3)]
-    for (sentence,), _, _ in results:
-        assert sentence.startswith("ranks 1, 3 differ on the same data, first in module 'norm', gradient")
-    assert results[0][0][0] in results[0][1][0]
-    results = four_ranks.run(_replayed_on, "error", timeout=60)
-    assert [(texts, len(log), steps) for texts, log, steps in results] == [([], 1, 3), *[([], 0, 3)] * 3]
-    error = "failed: Fp8DistError: replay(): rank 1 raised in the first run: ValueError: no loss"
-    assert results[0][1][0].endswith(error)
+    """Under tensor parallelism each data-parallel group has its own report, and the training one event. Ranks 1 and 3
+    look closer, so ranks 0 and 2, which hold other parts, run with them."""
+    results = four_ranks.run(_replayed_on, timeout=60)
+    assert [(len(log), steps) for _, log, steps in results] == [(2, 4), (0, 4), (0, 4), (0, 4)]
+    (((kind, sentence),), (found, failed), _), *others = results
+    assert [(kind, sentence)] * 3 == [of for (of,), _, _ in others]
+    assert kind == "not deterministic"
+    assert "rank 1" in sentence
+    assert "in module 'norm', gradient" in sentence
+    assert sentence in found
+    assert failed.endswith("failed: Fp8DistError: replay(): rank 1 raised in the first run: ValueError: no loss")
+
+
+# Batches: a neighbour's, and of each run its own ----------------------------------------------------------
+
+
+def _odd_batch(rank: int) -> dict[str, Any]:
+    """Strides, dtypes and structure differ by rank."""
+    x = torch.arange(24.0).view(2, 3, 4) + rank
+    tensors: list[Tensor] = [
+        x.transpose(0, 2),
+        x.double()[:, ::2],
+        x.bfloat16().permute(1, 2, 0),
+        torch.complex(x, -x).conj().mT,
+        x.to(torch.float8_e4m3fn).mT,
+        x[:0].mT,
+        x.sum(),
+        x[..., 0].expand(3, 2, 3),
+        (x > 3).mT,
+    ]
+    return {"x": tensors[rank:], "rank": rank, "nothing": () if rank else None}
+
+
+def _described(batch: Any) -> list[Any]:
+    """Return what a kernel could see of a batch."""
+    seen: list[Any] = []
+    for leaf in tree_leaves(batch):
+        if not isinstance(leaf, Tensor):
+            seen.append(leaf)
+            continue
+        clone = leaf.resolve_conj().clone()
+        seen.append((clone.shape, clone.stride(), str(clone.dtype), str(clone.tolist()), leaf.requires_grad))
+    return seen
+
+
+@on_ranks(3)
+def test_a_neighbour_s_batch_has_its_strides_dtypes_and_structure() -> None:
+    group = SyncGroup(dist.group.WORLD)
+    got = from_next(_odd_batch(dist.get_rank()), group, torch.device("cpu"))
+    assert _described(got) == _described(_odd_batch((dist.get_rank() + 1) % group.size))
+
+
+def test_each_run_gets_the_batch_as_it_was() -> None:
+    """A step may write to its batch and take it apart."""
+    net = nn.Linear(8, 8)
+    batch = {"x": torch.randn(4, 8), "y": [torch.randn(4, 8)]}
+    x, before = batch["x"], batch["x"].clone()
+
+    def step(given: dict[str, Any]) -> None:
+        x = given.pop("x").mul_(2)
+        nn.functional.mse_loss(net(x), given["y"].pop()).backward()
+
+    report = fp8dist.replay(net, step, batch)
+    assert report.reproducible, str(report)
+    assert batch["x"] is x
+    assert torch.equal(x, before)
+    assert len(batch["y"]) == 1

@@ -36,7 +36,7 @@ from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
 from tests.support.ranks import RankPool
 from tests.support.suite import few
-from tests.support.training import batch, bits, make_net, parameter_bits, state_bits
+from tests.support.training import SmallJob, batch, bits, make_net, parameter_bits, state_bits, unwrapped
 
 MICROBATCHES = 2
 SENTENCE = "the data of rank 1 gives the first non-finite value in module 'branch', output"
@@ -311,19 +311,16 @@ def test_a_batch_is_a_copy_of_a_pytree_with_its_random_numbers() -> None:
 
 
 def test_a_step_that_a_scaler_skips_is_replaced() -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    manager.attach(optimizer=optimizer, scaler=scaler)
-    buffer = ReplayBuffer(manager)
+    job = SmallJob(wrap=unwrapped, attach={"scaler": scaler})
+    buffer = ReplayBuffer(job.manager)
     for index in range(4):
         x, y = batch(0, index)
         buffer.keep(x)
-        scaler.scale((net(x) - y).square().mean() * (torch.inf if index in (1, 2) else 1)).backward()
-        scaler.step(optimizer)
+        scaler.scale((job.net(x) - y).square().mean() * (torch.inf if index in (1, 2) else 1)).backward()
+        scaler.step(job.optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        job.optimizer.zero_grad()
     assert buffer.steps == (1, 2)
     (kept,) = buffer.of(2)
     assert torch.equal(kept.batch(), batch(0, 3)[0])

@@ -75,6 +75,8 @@ def test_a_bad_argument_is_named() -> None:
         "eval_precision": ("fp16", None),
         "enabled": ("0", 1),
         "amax_sync": ("0", 0),
+        "audit_every": (-1, True),
+        "audit_bytes": (0,),
     }.items():
         for value in values:
             with pytest.raises(ConfigurationError, match=f"{argument} must be .*{value!r}"):

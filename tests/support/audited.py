@@ -82,10 +82,10 @@ RECIPES = {
 }
 
 
-def flip(tensor: Tensor, place: int, bit: int = 3) -> None:
+def flip(tensor: Tensor, place: int) -> None:
     """Change one bit of one element."""
     flat = tensor.detach().view(-1).view(torch.uint8)
-    flat[place % tensor.numel() * tensor.element_size()] ^= 1 << bit
+    flat[place % tensor.numel() * tensor.element_size()] ^= 1 << 3
 
 
 @contextlib.contextmanager

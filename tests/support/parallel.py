@@ -30,6 +30,14 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
+@cache
+def part_of(*parts: tuple[int, ...]) -> Any:
+    """Return the group of the part that has this rank, of a partition of all ranks; created once per process, as a
+    mesh. COLLECTIVE."""
+    groups = {part: dist.new_group(list(part)) for part in parts}
+    return next(group for part, group in groups.items() if dist.get_rank() in part)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole of a DTensor, detached; other tensors unchanged."""
     tensor = tensor.detach()

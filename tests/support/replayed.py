@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8dist
 from fp8dist.state.groups import local_part
+from tests.support.parallel import mesh_of
 from tests.support.training import bits
 
 WIDTH, VOCABULARY = 64, 48
@@ -53,20 +54,17 @@ class Block(nn.Module):
 class Confusing(nn.Module):
     """Tied weights, BatchNorm, dropout, a custom autograd function, activation checkpointing of both kinds."""
 
-    def __init__(self, checkpoints: bool, in_place: bool) -> None:
+    def __init__(self, in_place: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.blocks = nn.ModuleList(Block(in_place) for _ in range(3))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
-        self.checkpoints = checkpoints
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = _Tripled.apply(self.norm(self.embed(tokens)))
         x = self.blocks[0](x)
-        if not self.checkpoints:
-            return self.head(self.blocks[2](self.blocks[1](x)))
         x = checkpoint(self.blocks[1], x, use_reentrant=False)
         x = checkpoint(self.blocks[2], x, use_reentrant=True)
         return self.head(x)
@@ -87,10 +85,8 @@ class Training:
     fp8: bool = True
     gathers: bool = False
     accumulates: int = 2
-    checkpoints: bool = True
     steps: int = 0
     compiled: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
     timeout: timedelta | None = None
     """Of FSDP2's collectives. None: the default."""
 
@@ -98,17 +94,17 @@ class Training:
         random.seed(dist.get_rank())
         np.random.seed(dist.get_rank())
         torch.manual_seed(7)
-        self.net = Confusing(self.checkpoints, in_place=self.kind != "tp")  # DTensor's views refuse it.
+        self.net = Confusing(in_place=self.kind != "tp")  # DTensor's views refuse it.
         self.group: Any = dist.group.WORLD
         mesh: DeviceMesh | None = None
         if self.kind == "tp":
-            mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            mesh = mesh_of((2, 2), ("dp", "tp"))
             self.group = mesh["dp"]
         self.manager: Any = None
         if self.fp8:
             over = dist.group.WORLD if mesh is None else mesh
-            self.options = {"fp8_all_gather": self.gathers, **self.options}
-            self.manager = fp8dist.prepare(self.net, fp8dist.DelayedScaling(history_len=4), group=over, **self.options)
+            recipe = fp8dist.DelayedScaling(history_len=4)
+            self.manager = fp8dist.prepare(self.net, recipe, group=over, fp8_all_gather=self.gathers)
         if self.compiled:
             self.net.blocks[0].compile(backend="aot_eager")
         self.model: nn.Module = self.net
@@ -168,9 +164,9 @@ class Training:
         self.optimizer.zero_grad()
         self.steps += 1
 
-    def replay(self, index: int = 0, **options: Any) -> fp8dist.ReplayReport:
+    def replay(self, **options: Any) -> fp8dist.ReplayReport:
         """Replay a microbatch. ``options``: of ``fp8dist.replay``."""
-        return fp8dist.replay(self.model, self.step, self.data(index), group=self.group, **options)
+        return fp8dist.replay(self.model, self.step, self.data(0), group=self.group, **options)
 
     def everything(self) -> dict[str, bytes]:
         """Return what a replay must leave as it was, exactly."""
