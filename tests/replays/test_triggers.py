@@ -326,6 +326,22 @@ def test_a_step_that_a_scaler_skips_is_replaced() -> None:
     assert torch.equal(kept.batch(), batch(0, 3)[0])
 
 
+def test_an_alarm_in_a_step_that_a_scaler_skips_replays_nothing_later(seen: Seen) -> None:
+    scaler, guard = torch.amp.GradScaler("cpu", init_scale=4.0), LossGuard(min_history=2)
+    job = SmallJob(wrap=unwrapped, attach={"scaler": scaler})
+    buffer = ReplayBuffer(job.manager)
+    fp8dist.replay_on(job.manager, buffer, lambda given: given.sum(), ("spike",), guard=guard)
+    for loss in (1.0, 1.0, 9.0, 1.0):
+        x, y = batch(0, 0)
+        buffer.keep(x)
+        scaler.scale((job.net(x) - y).square().mean() * (torch.inf if loss > 1 else 1)).backward()
+        guard.observe(loss)
+        scaler.step(job.optimizer)
+        scaler.update()
+        job.optimizer.zero_grad()
+    assert (guard.alarms, job.manager.run_step, seen.batches) == (1, 3, [])
+
+
 def named_on_all() -> Any:
     training = Training("nonfinite", "jump")
     with mock.patch.object(triggers, "replay", Seen()) as seen, captured_log() as log:
