@@ -221,6 +221,7 @@ def test_products_of_nothing_and_what_is_refused(version: Any) -> None:
     for b, scale, offsets, problem in (
         (case.b[:1], one, case.offsets, "expected a"),
         (case.b.mT[:, :8].contiguous().mT, one, case.offsets, "expected a|contiguous"),
+        (case.b[:, :8].contiguous(), one, case.offsets, "n and k in multiples of 16"),
         (case.b, one[:1], case.offsets, "inverse scales of shapes"),
         (case.b, one, case.offsets.long(), "int32"),
     ):
