@@ -114,9 +114,9 @@ class SlotOracle:
             self.cold = False
         self.scale = self._scale(self._window())
 
-    def derive(self, amax: float | None, only_cold: bool = True) -> None:
+    def derive(self, amax: float | None) -> None:
         """Derive the scale from a weight's amax at attach, without a step."""
-        if amax is None or not 0 < amax < math.inf or (only_cold and not self.cold):
+        if amax is None or not 0 < amax < math.inf or not self.cold:
             return
         self.scale, self.cold = self._scale(amax), False
 
@@ -167,10 +167,6 @@ class Oracle:
         """Derive scales from weight amaxes at attach, merged over ranks."""
         for name, slot in self.slots.items():
             slot.derive(merged(rank.get(name) for rank in ranks))
-
-    def resize(self, rules: Rules) -> None:
-        """Load into a job with other rules."""
-        self.slots = {name: slot.resized(rules) for name, slot in self.slots.items()}
 
     def state(self) -> dict[SlotName, dict[str, Any]]:
         """Return the state in the form of ``states.state_of``."""
