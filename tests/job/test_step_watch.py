@@ -70,7 +70,7 @@ def test_what_needs_no_steps_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Lookahead(Optimizer):
-    """An optimizer that steps another optimizer."""
+    """An optimizer that steps another optimizer, twice."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
@@ -78,6 +78,7 @@ class Lookahead(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.inner.step()
         self.inner.step()
         with torch.no_grad():
             for p, old in zip((p for group in self.param_groups for p in group["params"]), before):
