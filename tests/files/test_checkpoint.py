@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -186,36 +187,40 @@ def _two_linears(kind: str) -> StateManager:
 APART = [[10.0, 10.0]] * 2 + [[11.0, 11.0]] * 2
 
 
+def _of_pair(rank: int) -> str:
+    """Return the key of the ranks 0 and 1, or 2 and 3."""
+    return f"ranks{rank}-{hashlib.sha256(f'[{rank}, {rank + 1}]'.encode()).hexdigest()[:16]}"
+
+
 STATES = [
-    ("amax_sync", APART, 4),
-    ("groups", [[10.0, 11.0]] * 2 + [[11.0, 11.0]] * 2, 3),
-    ("stages", APART, 2),
-    ("all share", [[11.0, 11.0]] * 4, 1),
+    ("amax_sync", APART, [["rank0"], ["rank1"], ["rank2"], ["rank3"]]),
+    ("groups", [[10.0, 11.0]] * 2 + [[11.0, 11.0]] * 2, [[_of_pair(rank), "shared"] for rank in (0, 0, 2, 2)]),
+    ("stages", APART, [[_of_pair(rank)] for rank in (0, 0, 2, 2)]),
+    ("all share", [[11.0, 11.0]] * 4, [["shared"]] * 4),
 ]
 
 
-@pytest.mark.parametrize(("kind", "amaxes", "count"), few(STATES, *STATES[:3]))
+@pytest.mark.parametrize(("kind", "amaxes", "keys"), few(STATES, *STATES[:3]))
 @on_ranks(4)
-def test_states_of_ranks_and_groups_stay_apart(tmp_path: Path, kind: str, amaxes: Any, count: int) -> None:
+def test_states_of_ranks_and_groups_stay_apart(tmp_path: Path, kind: str, amaxes: Any, keys: list[list[str]]) -> None:
     """Inputs are 10 on ranks 0 and 1, 11 on ranks 2 and 3. DCP keeps one value per key, so a key names the ranks that
     share the state."""
     rank = dist.get_rank()
-    manager, other = _two_linears(kind), _two_linears(kind)
+    manager, merged, stored = (_two_linears(kind) for _ in range(3))
     for module in manager._tested:
         module(torch.full((4, 16), 10.0 + rank // 2))
     manager.step()
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, manager.state_dict())
+    assert [sorted(state) for state in states] == keys
+    merged.load_state_dict({key: value for state in states for key, value in state.items()})
     dcp.save({"fp8": manager}, checkpoint_id=tmp_path)
-    dcp.load({"fp8": other}, checkpoint_id=tmp_path)
-    assert state_of(other) == state_of(manager)
-    for each in (manager, other):
+    dcp.load({"fp8": stored}, checkpoint_id=tmp_path)
+    assert state_of(merged) == state_of(stored) == state_of(manager)
+    for each in (manager, stored):
         assert [each.slot(name, "input").amax.item() for name in "01"] == amaxes[rank]
-    keys: list[Any] = [None] * 4
-    dist.all_gather_object(keys, sorted(manager.state_dict()))
-    assert len({key for some in keys for key in some}) == count
-    stored = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
-    assert set(stored) == {f"fp8.{key}" for some in keys for key in some}
-    assert any("shared" in some for some in keys) == (kind in ("groups", "all share"))
-    assert (keys == [["shared"]] * 4) == (kind == "all share")
+    in_files = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert set(in_files) == {f"fp8.{key}" for some in keys for key in some}
 
 
 def test_missing_keys_and_another_history_length(caplog: pytest.LogCaptureFixture) -> None:

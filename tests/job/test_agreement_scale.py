@@ -63,30 +63,29 @@ def _attach_all(
     return [told for told, _ in results], [asked for _, asked in results]
 
 
-def _with_experts(size: int, groups: int = 2) -> Callable[[int], Sequence[SyncGroup]]:
-    """Return the groups of a rank: all ranks, and the four ranks with the same experts; the first ``groups`` of
-    these."""
+def _with_experts(size: int) -> Callable[[int], Sequence[SyncGroup]]:
+    """Return the groups of a rank: all ranks, and the four ranks with the same experts."""
     everyone = group_of(range(size))
     experts = [group_of(range(start, start + 4)) for start in range(0, size, 4)]
-    return lambda rank: (everyone, experts[rank // 4])[:groups]
+    return lambda rank: (everyone, experts[rank // 4])
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_rank_asks_the_store_as_often_whatever_the_number_of_ranks(groups: int) -> None:
+def test_a_rank_asks_the_store_as_often_whatever_the_number_of_ranks() -> None:
+    """In two groups. In one group: test_thousands_of_ranks_agree."""
     most = []
     for size in (8, 64):
         store = CountingByThread()
         with world(0, size, store):
-            of = _with_experts(size, groups)
+            of = _with_experts(size)
             told, asked = _attach_all(store, of, lambda rank, i: MANIFEST, size)
             assert told == ["agreed"] * size
             again, _ = _attach_all(store, of, lambda rank, i: other(1), size)
             assert again == ["agreed"] * size
             most.append(max(asked))
     # Per group: count, verdict?, digest, same, came (and the last: complete); then the lowest waits (2), counts, asks
-    # and writes, or the others wait for two keys (4). With a second group: well (and the last: told), told (2). One
+    # and writes, or the others wait for two keys (4). With several groups: well (and the last: told), told (2). One
     # more per group where the last rank to come is the lowest, too.
-    assert max(most) <= 11 * groups + (4 * groups if groups > 1 else 0)
+    assert max(most) <= 2 * (11 + 4)
 
 
 def test_a_failure_in_one_group_reaches_all_ranks_of_the_others() -> None:

@@ -196,14 +196,13 @@ def _tried(phase: str) -> list[tuple[str, str | None, str, str]]:
     left = [call for call, of in REFUSED if of == phase]
     while left:
         with _in_phase(phase) as job:
-            refused = True
-            while left and refused:  # A call that raised has changed nothing.
-                call, before, message = left.pop(0), job.phase, None
+            before, tie = job.phase, job.manager._job.tie
+            while left and (job.phase, job.manager._job.tie) == (before, tie):
+                call, message = left.pop(0), None
                 try:
                     inside = job.call(call)
                 except ConfigurationError as error:
                     inside, message = None, str(error)
-                refused = message is not None
                 found.append((call, message, before, inside if isinstance(inside, str) else job.phase))
     return found
 

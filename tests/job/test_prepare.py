@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
 from tests.support.linear import inputs, linear
+from tests.support.ranks import on_ranks
 from tests.support.training import parameter_bits
 
 
@@ -123,24 +127,6 @@ def test_patterns_that_match_ineligible_modules_and_unused_defaults_are_no_warni
     assert all("FP8: " in text for _, _, text in caplog.record_tuples)
 
 
-def test_prepare_changes_neither_keys_nor_parameters_nor_hooks() -> None:
-    """``test_isolation.py`` has what restore() gives back."""
-    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16, bias=False))
-    keys, parameters, modules = list(model.state_dict()), dict(model.named_parameters()), list(model.modules())
-    calls = []
-    model[0].register_forward_hook(lambda *_: calls.append(1))
-    before = parameter_bits(model)
-    fp8dist.prepare(model)
-    assert list(model.state_dict()) == keys
-    assert list(model.modules()) == modules
-    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
-    assert not list(model.buffers())
-    model(inputs(4, 32))
-    assert calls == [1]
-    assert parameter_bits(model) == before
-    assert isinstance(model[0], nn.Linear)
-
-
 def test_a_model_is_prepared_once() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     fp8dist.prepare(model)
@@ -220,9 +206,14 @@ def test_a_model_may_swap_the_contents_of_its_parameters(monkeypatch: pytest.Mon
     assert results[0] == results[1]
 
 
-def test_rowwise_scaling_has_no_fp8_all_gather() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    with pytest.raises(ConfigurationError, match="1: fp8_all_gather=True does not work with RowwiseScaling"):
-        fp8dist.prepare(model, overrides={"1": fp8dist.RowwiseScaling()}, fp8_all_gather=True)
-    assert type(model[1]) is nn.Linear
-    fp8dist.prepare(model, overrides={"1": fp8dist.BlockScaling()}, fp8_all_gather=True)
+@pytest.mark.parametrize("gather", [False, True])
+@on_ranks(4)
+def test_going_back_to_fewer_ranks_is_refused_with_an_fp8_all_gather(gather: bool) -> None:
+    net = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+    manager = fp8dist.prepare(net, group=dist.group.WORLD, fp8_all_gather=gather)
+    for layer in net:
+        fully_shard(layer, reshard_after_forward=2)
+    text = "reshard_after_forward=<number> does not go with fp8_all_gather=True"
+    with pytest.raises(ConfigurationError, match=text) if gather else contextlib.nullcontext():
+        manager.attach(fully_shard(net))
+        net(torch.ones(2, 32)).sum().backward()

@@ -50,6 +50,7 @@ class _Oracle:
     precisions: dict[str, _Precision] = field(default_factory=lambda: {name: _Precision() for name in MODULES})
     pending: list[dict[SlotName, float | None]] = field(default_factory=lambda: [{} for _ in range(RANKS)])
     steps: int = 0
+    told: dict[tuple[str, int], set[SlotName]] = field(default_factory=dict)  # Of the last action.
 
     def __post_init__(self) -> None:
         for name in MODULES:
@@ -81,6 +82,8 @@ class _Oracle:
             if amax is not None and not math.isfinite(amax):
                 tripped.add(name)
         self.pending, self.steps = [{} for _ in range(RANKS)], self.steps + 1
+        if tripped:
+            self.told["nonfinite", self.steps] = tripped
         if trains and self.job.fallback is not None:
             self._fall_back(tripped, self.job.fallback)
 
@@ -89,6 +92,7 @@ class _Oracle:
             own = {_slot(fqn, role) for role in FORMATS}
             if own & tripped and (not precision.high or 0 < precision.left < steps):
                 precision.left = steps
+                self.told["fallback", self.steps] = tripped
                 for name in own - {TIED}:
                     slot = self.slots[name]
                     slot.history, slot.amax = [0.0] * slot.rules.history_len, 0.0
@@ -205,6 +209,8 @@ def compare(pool: RankPool, folder: Path, job: Job) -> None:
                 assert each.steps == oracle.steps, f"{each.steps} steps, not {oracle.steps}: {what}"
                 high = {fqn: of.high for fqn, of in oracle.precisions.items()}
                 assert each.high == high, f"{each.high}, not {high}: {what}"
+                assert each.told == oracle.told, f"{each.told}, not {oracle.told}: {what}"
+                assert each.state.keys() == oracle.slots.keys()
                 for name, slot in oracle.slots.items():
                     assert each.state[name] == slot.state(), (
                         f"rank {rank}, {name}: {each.state[name]}, not {slot.state()}: {what}"
@@ -223,6 +229,7 @@ def _lives(start: Action, actions: Sequence[Action]) -> list[list[Action]]:
 
 
 def _follow(oracle: _Oracle, action: Action, here: list[Seen]) -> None:
+    oracle.told = {}
     if action.kind in ("start", "attach"):
         oracle.attach(here[0].weights)
     elif action.kind == "precision":
@@ -258,10 +265,11 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@seed(0)
-@settings(_JOBS, max_examples=4)
+@seed(848)
+@settings(_JOBS, max_examples=3)
 @given(job=jobs)
 def test_some_whole_jobs(pool: RankPool, tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
+    """This seed draws one rank, an FP8 gather on four, and DDP on two with a fallback; and all kinds of actions."""
     compare(pool, tmp_path_factory.mktemp("stores"), job)
 
 

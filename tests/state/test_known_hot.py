@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8dist
 from fp8dist import DelayedScaling, Fallback, StateManager
@@ -18,6 +17,7 @@ from fp8dist.checks.contents import ArenaContent
 from fp8dist.state import overwrites
 from fp8dist.state.arena_sync import ArenaSync
 from fp8dist_kernels.reference import casts, update
+from tests.support.counted import Operations
 
 
 class Job:
@@ -117,27 +117,6 @@ MOST = 69
 if a slot is still cold; they end when none is."""
 
 
-class _Ops(TorchDispatchMode):
-    """Counts torch ops by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-    def inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the function to enter this mode: torch disables a mode while an op runs that the mode has seen."""
-
-        def counted(*args: Any) -> Any:
-            with self:
-                return function(*args)
-
-        return counted
-
-
 def _ops_of_a_step(slots: int, history_len: int) -> Counter[str]:
     model = nn.Identity()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=history_len))
@@ -146,14 +125,24 @@ def _ops_of_a_step(slots: int, history_len: int) -> Counter[str]:
         manager.register(name, "input", "e4m3")
     for name in names[::2]:  # Every other module does not run.
         manager.slot(name, "input").record(torch.ones(1))
-    ops = _Ops()
-    within = {name: ops.inside(getattr(update, name)) for name in ("launch", "commit")}
-    with ops, mock.patch.multiple(update, **within):
+    ops = Operations()
+
+    def inside(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Enter the mode again: torch disables a mode while an op runs that the mode has seen."""
+
+        def counted(*args: Any) -> Any:
+            with ops:
+                return function(*args)
+
+        return counted
+
+    with ops, mock.patch.multiple(update, launch=inside(update.launch), commit=inside(update.commit)):
         manager.step()
     assert manager.steps == 1
-    assert ops.seen["fp8dist.launch.default"] == ops.seen["fp8dist.commit.default"] == 1
-    assert ops.seen["aten.reciprocal.out"] == 1, "what a commit runs inside must be counted"
-    return ops.seen
+    seen = Counter(map(str, ops.seen))
+    assert seen["fp8dist.launch.default"] == seen["fp8dist.commit.default"] == 1
+    assert seen["aten.reciprocal.out"] == 1, "what a commit runs inside must be counted"
+    return seen
 
 
 @pytest.mark.parametrize("history_len", [1, 64])

@@ -25,7 +25,6 @@ from tests.support.collectives import counted_collectives
 from tests.support.oracle import Oracle, Rules, float32
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.states import state_of, without
-from tests.support.suite import NIGHTLY
 
 A, B = ("a", "input"), ("b", "weight")
 FORMATS = {A: "e4m3", B: "e5m2"}
@@ -103,26 +102,12 @@ def test_ranks_prepared_differently_are_named_at_attach(three_ranks: RankPool) -
     assert three_ranks.run(_attach_differently, {}, 60.0) == [None] * 3
 
 
-def _attach_only(ranks: list[int], seconds: float) -> Any:
-    return _attach_differently({}, seconds) if dist.get_rank() in ranks else "stayed away"
-
-
-@pytest.mark.slow
-def test_a_rank_that_never_attaches_is_named(three_ranks: RankPool) -> None:
-    for kind, message, seconds in three_ranks.run(_attach_only, [1, 2], 0.5)[1:]:
-        assert kind == "ManifestMismatchError"
-        assert seconds < 5
-        assert "rank(s) 0 " in message
-    late = three_ranks.run(_attach_only, [0], 0.5, timeout=20)[0]  # The late rank gets the error too,
-    assert late[0] == "ManifestMismatchError"
-    assert three_ranks.run(_attach_differently, {}, 60.0) == [None] * 3  # and a second attempt of all ranks succeeds.
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("late", "attaches_late"), [(0, True), (2, False)])
-@on_ranks(3)
+@on_ranks(3, timeout=20)
 def test_all_may_try_again_after_one_was_late(late: int, attaches_late: bool) -> None:
-    """One rank is late for the first attach(); then all ranks try again, with the same and with a fresh manager."""
+    """One rank is late for the first attach(), and named; then all ranks try again, with the same and with a fresh
+    manager."""
     rank = dist.get_rank()
     managers, models = [], [nn.Linear(32, 32) for _ in range(2)]
     for model in models:
@@ -131,7 +116,8 @@ def test_all_may_try_again_after_one_was_late(late: int, attaches_late: bool) ->
     dist.barrier()  # The timeouts below exclude start-up.
     for attaches in (rank != late, rank == late and attaches_late):  # That rank is alone then.
         if attaches:
-            with pytest.raises(ManifestMismatchError):
+            # On a busy machine, others may not be there in time, too.
+            with pytest.raises(ManifestMismatchError, match=r"by rank\(s\) 0\b" if rank and not late else None):
                 managers[0].attach(timeout=timedelta(seconds=0.2))
         dist.barrier()
     for manager in managers:
@@ -221,16 +207,10 @@ DAMAGED_BEFORE = 3
 STEPS = 10
 
 
-def _set_both(manager: StateManager) -> None:
-    for slot, factor in ((A, 2.0), (B, 0.5)):
-        manager.slot(*slot).set_scale(factor * manager.slot(*slot).scale.item())
-
-
 DAMAGES: dict[str, Callable[[StateManager], Any]] = {
     "scale": lambda manager: manager.slot(*A).scale.mul_(2),
     "one bit": lambda manager: manager.slot(*A).scale.view(torch.int32).bitwise_xor_(1),
     "inv_scale": lambda manager: manager.slot(*A).inv_scale.mul_(2),
-    "both": _set_both,
 }
 
 
@@ -273,9 +253,7 @@ def _names(report: fp8dist.DivergenceReport) -> list[Any]:
 @pytest.mark.parametrize(
     ("kind", "policy", "update", "late"),
     [
-        pytest.param("scale", "raise", "same_step", False, marks=NIGHTLY),
         ("scale", "raise", "next_step", False),
-        pytest.param("one bit", "warn", "same_step", False, marks=NIGHTLY),
         ("one bit", "warn", "same_step", True),
         ("inv_scale", "warn", "next_step", True),
     ],
@@ -326,17 +304,6 @@ def test_a_last_good_step_is_one_that_a_sync_has_found_equal() -> None:
     assert good == [(3, 1), (4, 1), (6, None), (8, 6), (10, None)]
 
 
-def test_the_values_of_damaged_scales_are_told_and_all_slots_named(three_ranks: RankPool) -> None:
-    scale = float32(448.0 / max(_amax(step, rank, A) for step in range(DAMAGED_BEFORE) for rank in range(3)))
-    for result in three_ranks.run(_damaged_run, "both", "same_step", "raise", 1):
-        (report,) = result["reports"]
-        assert [(f.name, f.ranks, re.findall(r"(\w+): rank 1: ", f.detail)) for f in report.findings] == [
-            (name, (1,), ["scale", "inv_scale"]) for name in ("a:input", "b:weight")
-        ]
-        assert f"rank 1: {2 * scale!r}" in report.findings[0].detail
-        assert f"rank 0: {scale!r}" in report.findings[0].detail
-
-
 @pytest.mark.parametrize(("policy", "update"), [("raise", "same_step"), ("warn", "next_step")])
 def test_damage_to_a_slot_that_does_not_run_then(three_ranks: RankPool, policy: str, update: str) -> None:
     """After the caught error all ranks have the same defined state, also where no commit rewrote the scale."""
@@ -350,6 +317,7 @@ def test_damage_to_a_slot_that_does_not_run_then(three_ranks: RankPool, policy: 
 
 @on_ranks(3)
 def test_many_damaged_slots_are_all_named() -> None:
+    """The values of 16 of them are told."""
     model = nn.Module()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=2), group=dist.group.WORLD)
     for place in range(40):
@@ -357,14 +325,16 @@ def test_many_damaged_slots_are_all_named() -> None:
     manager.attach()
     if dist.get_rank() == 2:
         for place in range(5, 36):
-            manager.slot(f"m{place:02d}", "input").scale.add_(1)
+            manager.slot(f"m{place:02d}", "input").set_scale(2.0)
     for slot in manager.slots:
         manager.slot(*slot).record(torch.ones(1))
     with pytest.raises(DivergenceError) as caught:
         manager.step()
     findings = caught.value.report.findings
     assert [f.name for f in findings] == [f"m{place:02d}:input" for place in range(5, 36)]
-    assert [f.detail.startswith("scale: rank 2: ") for f in findings] == [True] * 16 + [False] * 15
+    told = [re.findall(r"(\w+): rank 2: ([.\d]+)", f.detail) for f in findings]
+    assert told == [[("scale", "2.0"), ("inv_scale", "0.5")]] * 16 + [[]] * 15
+    assert "rank 0: 1.0" in findings[0].detail
     assert {f.ranks for f in findings} == {(2,)}
 
 

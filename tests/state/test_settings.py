@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import fp8dist
+from fp8dist import RowwiseScaling
 from fp8dist.errors import ConfigurationError
 from fp8dist.state.settings import Settings
 
@@ -112,6 +113,7 @@ def test_what_cannot_go_with_an_fp8_all_gather_is_refused() -> None:
         ({"amax_sync": False}, "fp8_all_gather=True needs amax_sync"),
         ({"eval_precision": "high"}, "fp8_all_gather=True gathers weights in FP8 in eval"),
         ({"fp8_all_gather": "yes"}, "fp8_all_gather must be True or False"),
+        ({"overrides": {"0": RowwiseScaling()}}, "0: fp8_all_gather=True does not work with RowwiseScaling"),
     ]:
         model = nn.Sequential(nn.Linear(16, 16))
         with pytest.raises(ConfigurationError, match=text):

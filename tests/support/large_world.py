@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,13 +31,6 @@ def world(rank: int, size: int = SIZE, store: dist.Store | None = None) -> Itera
         dist.destroy_process_group()
         if "torch.distributed.tensor" in sys.modules:  # DTensor caches equal meshes, also of a destroyed world.
             importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
-
-
-@contextlib.contextmanager
-def nobody_answers() -> Iterator[None]:
-    """Make ``attach`` assume that all other ranks have published the same manifest."""
-    with mock.patch("fp8dist.job.agreement.agree_on_manifests"):
-        yield
 
 
 def mesh_of(names: tuple[str, str], axes: tuple[int, int] = AXES) -> DeviceMesh:

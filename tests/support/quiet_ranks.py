@@ -121,6 +121,14 @@ def an_average_of_weights_is_attached_beside_ddp() -> Any:
     return trial.bits()
 
 
+@SCENARIOS.program
+def a_teacher_in_ddp_beside_a_net_of_this_rank() -> None:
+    """The DDP says nothing about the net."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][me()]
+    trial = Trial(group=alone)
+    trial.manager.attach(nn.ModuleDict({"teacher": DistributedDataParallel(mlp()), "student": trial.net}))
+
+
 @SCENARIOS.variants(where=["all ranks", "rank 0"])
 def optimizer_state_is_read_before_the_first_step(where: str) -> Any:
     """Reading the state steps the optimizer with lr 0. This must not communicate: rank 0 may be alone."""

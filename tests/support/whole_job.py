@@ -81,7 +81,8 @@ class Job:
 class Seen:
     """What one rank saw of one action. ``amaxes``: of passes that record where modules are not in high precision.
     ``recorded``: of passes inside ``recording()`` and ``calibrate()``, which record in any mode. ``weights``: amaxes of
-    the whole weights before the action. ``trouble``: the message of the check that followed, or None."""
+    the whole weights before the action. ``told``: slots by kind and step of events. ``trouble``: the message of the
+    check that followed, or None."""
 
     state: dict[SlotName, dict[str, Any]]
     steps: int
@@ -89,6 +90,7 @@ class Seen:
     recorded: Amaxes
     weights: Amaxes
     high: dict[str, bool]
+    told: dict[tuple[str, int], set[SlotName]]
     trouble: str | None
 
 
@@ -171,10 +173,16 @@ class _Running:
         self.recorder = _Recorder(self.net)
         self._amaxes: Amaxes = {}
         self._recorded: Amaxes = {}
+        self._told: dict[tuple[str, int], set[SlotName]] = {}
+        self.manager.on_event(self._tell)
         self._calibrates = False
         self.attach()
         if saved is not None:
             self.manager.load_state_dict(saved["fp8"])
+
+    def _tell(self, event: fp8dist.Event) -> None:
+        if event.kind in ("nonfinite", "fallback"):  # Each arena has its own.
+            self._told.setdefault((event.kind, event.step), set()).update(map(tuple, event.slots))  # type: ignore
 
     def attach(self) -> None:
         """Wrap the net, and attach with a new optimizer."""
@@ -264,12 +272,13 @@ class _Running:
         return trouble
 
     def seen(self, trouble: str | None) -> Seen:
-        """Return what this rank sees now, and forget the recorded amaxes."""
+        """Return what this rank sees now, and forget the recorded amaxes and events."""
         state = state_of(self.manager)
         inputs = [slot for slot in self.manager.slots if slot.role == "input"]
         high = {slot.fqn: bool(self.manager.slot(*slot).high_precision) for slot in inputs}
-        seen = Seen(state, self.manager.steps, self._amaxes, self._recorded, self._weights, high, trouble)
-        self._amaxes, self._recorded = {}, {}
+        recorded = self._amaxes, self._recorded, self._weights
+        seen = Seen(state, self.manager.steps, *recorded, high, self._told, trouble)
+        self._amaxes, self._recorded, self._told = {}, {}, {}
         return seen
 
     def _amaxes_of_weights(self) -> Amaxes:
