@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import fp8dist
 from fp8dist import Event, Fp8DistError, LossGuard, ReplayBuffer
+from fp8dist.checks.outputs import Taken
 from fp8dist.modules.parts import fp8_parts
 from fp8dist.replays import model_replay, triggers
 from fp8dist.replays.neighbours import from_next
@@ -231,6 +232,12 @@ def test_a_step_that_raises_on_one_rank_is_one_error_on_all(kind: str, two_ranks
     assert first == second
     assert first[0].startswith("replay(): rank 1 raised in the first run: AttributeError: 'Tensor' object has no")
     assert first[1:] == []
+
+
+def test_ops_are_those_of_warnings_between_two_places() -> None:
+    taken = Taken((), torch.empty(0, 2), torch.empty(0), marks=(1, 3, 3))
+    windows = [range(5)[model_replay._window(taken, index)] for index in range(4)]
+    assert [list(window) for window in windows] == [[0], [1, 2], [], [3, 4]]
 
 
 class _Folding(nn.Module):
