@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -275,16 +275,17 @@ def assert_bitwise(mine: Outcome, theirs: Outcome) -> None:
     assert all(torch.equal(p, theirs.parameters[name]) for name, p in mine.parameters.items())
 
 
-def assert_agree(outcomes: list[Outcome]) -> None:
+def assert_agree(outcomes: Sequence[Any]) -> None:
     """All ranks hold the same parameters and state."""
     for outcome in outcomes[1:]:
         assert outcome.state == outcomes[0].state
         assert all(torch.equal(p, outcomes[0].parameters[name]) for name, p in outcome.parameters.items())
 
 
-def assert_synced(outcomes: list[Outcome]) -> None:
+def assert_synced(outcomes: Sequence[Any]) -> None:
     """They agree, and the histories follow from all ranks' amaxes."""
     assert_agree(outcomes)
-    expected = expected_histories(list(outcomes[0].histories), [o.amaxes for o in outcomes], HISTORY)
+    first = outcomes[0].histories
+    expected = expected_histories(list(first), [o.amaxes for o in outcomes], len(next(iter(first.values()))))
     for outcome in outcomes:
         assert outcome.histories == expected

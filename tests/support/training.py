@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
@@ -181,6 +183,14 @@ def expected_histories(
             if seen:
                 taken[slot].append(max(seen))
     return {slot: ([0.0] * length + taken[slot])[-length:] for slot in slots}
+
+
+@contextlib.contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """Yield a list of what autograd saves for backward inside."""
+    saved: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        yield saved
 
 
 def fp8_count(calls: Calls, manager: StateManager) -> int:
