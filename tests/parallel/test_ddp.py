@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.modules.overrides import High
 from tests.support.collectives import counted_collectives
 from tests.support.logs import captured_log
+from tests.support.meshes import assert_synced
 from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import POOLS, RankPool, on_ranks
 from tests.support.running import Running
@@ -34,7 +34,6 @@ from tests.support.training import (
     AmaxRecorder,
     SmallJob,
     batch,
-    expected_histories,
     fp8_count,
     histories,
     make_net,
@@ -55,16 +54,6 @@ def _register_hook(ddp: Any, manager: Any, kind: str, early: bool) -> None:
         state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5)
     inner: Any = {"": None, "powersgd": powerSGD_hook}[kind]
     ddp.register_comm_hook(state, fp8dist.ddp.comm_hook(manager, inner) if early else inner)
-
-
-def assert_agree(outcomes: Sequence[Outcome]) -> None:
-    """All ranks hold the same parameters and state, and the state follows from all ranks' amaxes."""
-    first = outcomes[0]
-    expected = expected_histories(list(first.histories), [o.amaxes for o in outcomes], HISTORY)
-    for other in outcomes:
-        assert other.parameter_bits == first.parameter_bits
-        assert other.state == first.state
-        assert other.histories == expected
 
 
 JOBS: dict[str, tuple[int, str, Job]] = {
@@ -90,8 +79,8 @@ def test_one_collective_per_step_and_a_hook_launches_it_early(request: pytest.Fi
     pool: RankPool = request.getfixturevalue(POOLS[ranks])
     late = pool.run(train, replace(job, hook=partial(_register_hook, kind=kind, early=False) if kind else None))
     early = pool.run(train, replace(job, hook=partial(_register_hook, kind=kind, early=True)))
-    assert_agree(late)
-    assert_agree(early)
+    assert_synced(late)
+    assert_synced(early)
     for mine, theirs in zip(early, late):
         assert mine.fp8_collectives == [1 if job.no_sync else job.accumulate] * job.steps
         assert theirs.fp8_collectives == [1] * job.steps
@@ -101,7 +90,7 @@ def test_one_collective_per_step_and_a_hook_launches_it_early(request: pytest.Fi
             assert mine.state == theirs.state
     # Amaxes of one rank alone do not explain the state. Otherwise the test would pass without any sync.
     with pytest.raises(AssertionError):
-        assert_agree([late[0], *(replace(other, amaxes=[]) for other in late[1:])])
+        assert_synced([late[0], *(replace(other, amaxes=[]) for other in late[1:])])
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -213,7 +202,7 @@ def test_join_with_uneven_data(request: pytest.FixtureRequest, name: str) -> Non
     for outcome in outcomes:
         assert outcome.fp8_collectives == (steps if job.no_sync else [max(batches) for batches in job.batches])
         assert outcome.steps == sum(steps)
-    assert_agree(outcomes)
+    assert_synced(outcomes)
 
 
 @on_ranks(2)
