@@ -28,7 +28,7 @@ from fp8dist.state.received import Received
 from scripts.simulation.model import Topology, defaults, parts_of, time_of
 from tests.support.collectives import counted_collectives
 from tests.support.fp8_oracle import E4M3, cast
-from tests.support.ranks import POOLS, on_ranks
+from tests.support.ranks import POOLS, on_ranks, short_grace
 from tests.support.suite import few
 from tests.support.training import bits
 
@@ -393,7 +393,8 @@ def test_a_rank_that_reduces_nothing_is_named() -> None:
         if dist.get_rank() == 1:
             dist.barrier()  # Until the others have waited for it in vain.
             return
-        with pytest.raises(SyncError, match=r"gradients in FP8, bucket 1 .*Missing of 3 ranks: rank 1"):
+        error = pytest.raises(SyncError, match=r"gradients in FP8, bucket 1 .*Missing of 3 ranks: rank 1")
+        with error, short_grace(1.5):
             loss.backward()
         dist.barrier()
 
