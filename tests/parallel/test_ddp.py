@@ -34,7 +34,6 @@ from tests.support.training import (
     AmaxRecorder,
     SmallJob,
     batch,
-    fp8_count,
     histories,
     make_net,
     state_bits,
@@ -169,7 +168,7 @@ def _train_uneven(job: Uneven) -> Outcome:
                     small.optimizer.step()
                     small.optimizer.zero_grad()
                     recorder.end_step()
-        collectives.append(fp8_count(calls, manager))
+        collectives.append(len(calls.syncs(manager)))
         assert manager._cycle.measurement.waits._open == []  # Waits inside Join do not count for later steps.
         recorder.end_data(counts=job.accumulate > 1 and not job.no_sync)
         ended += max(batches) // job.accumulate

@@ -17,8 +17,9 @@ from fp8dist import BlockScaling, CurrentScaling
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import FP8Linear
 from fp8dist.parallel.partitioned import is_partitioned, own_part
+from tests.support.collectives import counted_collectives
 from tests.support.meshes import Job, assert_bitwise, assert_synced, build, train
-from tests.support.parallel import loss_of, make_blocks, tokens, watched_reductions
+from tests.support.parallel import loss_of, make_blocks, tokens
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.suite import few
 from tests.support.training import saved_tensors
@@ -131,21 +132,21 @@ def test_flat_parameters_are_refused() -> None:
 @on_ranks(2)
 def test_a_failed_reduction_launches_nothing() -> None:
     """FSDP1 itself cannot continue after this error, but no rank may hang in one of our collectives."""
-    built, calls = build(FSDP1), []
+    built, reduced = build(FSDP1), []
 
     def broken(state: Any, gradient: Tensor, *output: Tensor) -> None:
-        calls.append(len(calls))
-        if len(calls) == 3:  # In the first unit of the second step.
+        reduced.append(gradient)
+        if len(reduced) == 3:  # In the first unit of the second step.
             raise KeyError("interrupted")
         reduce_scatter_hook(state, gradient, *output)
 
     built.module.register_comm_hook(DefaultState(dist.group.WORLD), fp8dist.fsdp.comm_hook(built.manager, broken))
-    with watched_reductions() as reductions:
+    with counted_collectives() as calls:
         built.step(0)
-        assert len(reductions.of(built.manager)) == 1
+        assert len(calls.syncs(built.manager)) == 1
         with pytest.raises(KeyError):
             built.backward(1)
-        assert len(reductions.of(built.manager)) == 1
+        assert len(calls.syncs(built.manager)) == 1
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [1.0, 2.0]), (1, [3.0]), (2, [])])

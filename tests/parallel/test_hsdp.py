@@ -41,7 +41,6 @@ from tests.support.parallel import (
     same_on_all_ranks,
     tokens,
     train_plain,
-    watched_reductions,
     whole,
 )
 from tests.support.ranks import RankPool, on_ranks
@@ -120,9 +119,9 @@ def test_calibration_refreshed_scales_and_high_precision(job: Job) -> None:
         x, target = tokens(built.replica, index)
         return pytest.approx(float(loss_of(make_blocks()(x), target).detach()), rel=2e-2 if rounds else 1e-5)
 
-    with watched_reductions() as reductions, built.manager.calibrate():
+    with counted_collectives() as calls, built.manager.calibrate():
         assert built.backward(0) == exact(0)
-    assert reductions.of(built.manager) == [WORLD]
+    assert calls.syncs(built.manager) == [WORLD]
     built.optimizer.zero_grad()
     assert built.manager.metrics()["fp8/cold_slots"] == 0
     same_on_all_ranks(state_bits(built.manager))

@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, Recipe, StateManager
-from tests.support.parallel import Block, Blocks, loss_of, make_blocks, mesh_of, tokens, watched_reductions, whole
+from tests.support.collectives import counted_collectives
+from tests.support.parallel import Block, Blocks, loss_of, make_blocks, mesh_of, tokens, whole
 from tests.support.quiet import silence
 from tests.support.training import Amaxes, AmaxRecorder, SlotName, bits, expected_histories, histories, state_bits
 
@@ -251,13 +252,13 @@ def train(job: Job) -> Outcome:
     gathers = job.layout in ("tp", "hsdp")  # Their weights cannot be recorded, and their scales need other reductions.
     recorder = AmaxRecorder(nn.Module() if gathers else built.module)
     losses, of_steps, early = [], [], []
-    with silence(), watched_reductions() as reductions:
+    with silence(), counted_collectives() as calls:
         for index in range(job.steps):
-            losses += built.step(index, lambda: early.append(len(reductions.of(built.manager))))
+            losses += built.step(index, lambda: early.append(len(calls.syncs(built.manager))))
             recorder.end_step()
-            of_steps.append(reductions.of(built.manager))
-            assert gathers or len(reductions.seen) == len(of_steps[-1])
-            reductions.seen.clear()
+            of_steps.append(calls.syncs(built.manager))
+            assert gathers or len(calls.reductions) == len(of_steps[-1])
+            calls.reductions.clear()
         state = state_bits(built.manager)
     arena = built.manager._syncs[0].arena
     assert {t.dtype for t in (arena.scales, arena.history, arena.amax, arena.pending)} == {torch.float32}

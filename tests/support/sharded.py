@@ -24,7 +24,7 @@ from fp8dist_kernels.header import WORD_MANIFEST
 from tests.support.collectives import counted_collectives
 from tests.support.quiet import silence
 from tests.support.reference_nets import Block
-from tests.support.training import Amaxes, AmaxRecorder, Net, SlotName, batch, bits, fp8_count, histories
+from tests.support.training import Amaxes, AmaxRecorder, Net, SlotName, batch, bits, histories
 
 HISTORY = 4
 
@@ -261,7 +261,7 @@ def train(job: Job) -> Outcome:
     losses, per_step, index = [], [], 0
     with silence(), counted_collectives() as calls:
         for step in range(job.steps):
-            before = fp8_count(calls, manager) if manager else 0
+            before = len(calls.syncs(manager)) if manager else 0
             for micro in range(job.accumulate):
                 with gradients_stay(called, job.no_sync and micro < job.accumulate - 1):
                     x, y = batch(rank, index)
@@ -274,11 +274,11 @@ def train(job: Job) -> Outcome:
             optimizer.step()
             optimizer.zero_grad()
             recorder.end_step()
-            per_step.append(fp8_count(calls, manager) - before if manager else 0)
+            per_step.append(len(calls.syncs(manager)) - before if manager else 0)
         if manager is None:
             return Outcome(losses, full(model), {}, per_step, job.steps)
         windows = histories(manager)
-        assert fp8_count(calls, manager) == sum(per_step), "reading the state is local"
+        assert len(calls.syncs(manager)) == sum(per_step), "reading the state is local"
     return Outcome(losses, full(model), arena_bits(manager), per_step, manager.steps, windows, recorder.steps)
 
 

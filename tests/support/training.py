@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import StateManager
 from fp8dist.modules.fp8_linear import FP8Linear
-from tests.support.collectives import Calls
 from tests.support.states import saved_of
 
 SlotName = tuple[str, str]
@@ -191,9 +190,3 @@ def saved_tensors() -> Iterator[list[Tensor]]:
     saved: list[Tensor] = []
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         yield saved
-
-
-def fp8_count(calls: Calls, manager: StateManager) -> int:
-    """Count FP8 syncs among the collectives, by their size: 8 header words plus one word per slot."""
-    size = 4 * (8 + len(manager.slots))
-    return sum(1 for name, bytes_ in zip(calls.names, calls.sizes) if (name, bytes_) == ("all_reduce", size))
