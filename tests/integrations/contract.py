@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections import OrderedDict
@@ -25,6 +26,7 @@ __all__ = [
     "ByHand",
     "Job",
     "Kept",
+    "Ours",
     "Trainee",
     "as_torchrun_starts_it",
     "batch",
@@ -59,6 +61,18 @@ def needs(package: str, how_long: pytest.MarkDecorator = pytest.mark.long) -> li
     """Return the marks of tests in the real trainer."""
     missing = importlib.util.find_spec(package) is None
     return [pytest.mark.skipif(missing, reason=f"{package} is not installed"), how_long]
+
+
+class Ours:
+    """``fp8dist.integrations.STACK``. It needs its trainer, so it is imported when a name of it is used."""
+
+    def __init__(self, stack: str) -> None:
+        self._module = f"fp8dist.integrations.{stack}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # As pytest asks for.
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self._module), name)
 
 
 def mlp() -> nn.Module:
@@ -107,12 +121,22 @@ class Trainee:
 
 
 class ByHand(Trainee):
-    """The model that the real trainer has, in DDP and a plain loop. ``prefix``: of the names of its modules."""
+    """The model that the real trainer has, in DDP and a plain loop.
 
-    def __init__(self, accumulate: int = 1, prefix: str = "") -> None:
-        model = nn.Sequential(OrderedDict({prefix: mlp()})) if prefix else mlp()
+    Args:
+        prefix: of the names of its modules.
+        reduces_each: reduce the gradients of each micro-batch, and add the means.
+        model: in place of ``mlp``'s.
+    """
+
+    def __init__(
+        self, accumulate: int = 1, prefix: str = "", reduces_each: bool = False, model: nn.Module | None = None
+    ) -> None:
+        model = mlp() if model is None else model
+        model = nn.Sequential(OrderedDict({prefix: model})) if prefix else model
         self.manager, self.accumulate = fp8dist.prepare(model, group=dist.group.WORLD), accumulate
         self.model = nn.parallel.DistributedDataParallel(model)
+        self.sums = [torch.zeros_like(p) for p in model.parameters()] if reduces_each else []
         self.begin()
 
     def begin(self) -> None:
@@ -123,10 +147,15 @@ class ByHand(Trainee):
     def train(self, places: Iterable[int]) -> list[float]:
         losses = []
         for place in places:
-            last = self.model.require_backward_grad_sync = (place + 1) % self.accumulate == 0
+            last = (place + 1) % self.accumulate == 0
+            self.model.require_backward_grad_sync = last or bool(self.sums)
             loss = self.forward(place).square().mean()
             losses.append(loss.item())
             (loss / self.accumulate).backward()
+            for parameter, whole in zip(self.model.parameters(), self.sums):
+                whole += parameter.grad
+                parameter.grad = whole.clone() if last else None
+                whole *= not last
             if last:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -150,14 +179,14 @@ def play(
 
 
 def resumed(start: Callable[[], Trainee], save: Callable[[Trainee], Any], load: Callable[[Trainee], Any]) -> None:
-    """Compare a run with one that is resumed after step 8."""
+    """Compare a run with one that is resumed after step 5."""
     whole = start()
-    whole.train(range(8))
+    whole.train(range(5))
     save(whole)
-    whole.train(range(8, STEPS))
+    whole.train(range(5, 10))
     again = start()
     load(again)
-    again.train(range(8, STEPS))
+    again.train(range(5, 10))
     assert same(whole.kept(), again.kept())
 
 

@@ -73,10 +73,10 @@ class Accelerated(Trainee):
 def _as_by_hand(folder: str, accumulate: int) -> None:
     ours = Accelerated(_accelerator(gradient_accumulation_steps=accumulate))
     before = ours.manager.metrics()["fp8/collectives"]
-    losses = ours.train(range(STEPS))
-    assert ours.manager.metrics()["fp8/collectives"] - before == STEPS // accumulate
+    losses = ours.train(range(8))
+    assert ours.manager.metrics()["fp8/collectives"] - before == 8 // accumulate
     theirs = ByHand(accumulate)
-    assert losses == theirs.train(range(STEPS))
+    assert losses == theirs.train(range(8))
     assert same(ours.kept(), theirs.kept())
 
 
@@ -213,7 +213,6 @@ ADAPTER = Adapter(
     by_hand={"1": (_as_by_hand, 1), "4": (_as_by_hand, 4), "a GAN": (_gan,)},
     resumed={
         "ddp": (_resumed, False, {}),
-        "fsdp2": (_resumed, True, {}),
         "fp8 gather": (_resumed, True, {"fp8_all_gather": True}),
         "own state": (_resumed, False, {"amax_sync": False}),
     },

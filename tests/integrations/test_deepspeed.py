@@ -21,7 +21,9 @@ from tests.integrations.contract import (
     STEPS,
     WIDTH,
     Adapter,
+    ByHand,
     Kept,
+    Ours,
     Trainee,
     as_torchrun_starts_it,
     batch,
@@ -37,6 +39,7 @@ from tests.support.ranks import RankPool, on_ranks
 from tests.support.recorded import die, fingerprint
 
 pytestmark = needs("deepspeed")
+integration = Ours("deepspeed")
 
 STAGES = {
     "zero 0": {"stage": 0},
@@ -45,11 +48,6 @@ STAGES = {
     "zero 3": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "zero 3 of small weights": {"stage": 3},  # They stay gathered until they are stepped.
 }
-
-
-def every_stage(test: Any) -> Any:
-    """Run a test with each of STAGES."""
-    return pytest.mark.parametrize("zero", STAGES.values(), ids=STAGES.keys())(test)
 
 
 def _deepspeed() -> Any:
@@ -69,7 +67,7 @@ def _model() -> nn.Module:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-2)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def _initialized(model: nn.Module, zero: dict[str, Any], accumulate: int = 1, **config: Any) -> Any:
@@ -88,9 +86,7 @@ def _attached(zero: dict[str, Any], accumulate: int = 1, options: dict[str, Any]
     model = _model()
     manager = fp8dist.prepare(model, **{"group": dist.group.WORLD, **(options or {})})
     engine = _initialized(model, zero, accumulate, **config)
-    from fp8dist.integrations.deepspeed import attach
-
-    attach(manager, engine)
+    integration.attach(manager, engine)
     return engine
 
 
@@ -129,45 +125,15 @@ def _kept(engine: Any) -> Kept:
     return engine.fp8_manager.state_dict(), _parameters(engine)
 
 
-def _by_hand(accumulate: int, reduces_each: bool, optimizers: int = 1) -> tuple[list[float], Kept]:
-    """Train with DDP, with each of the optimizers from the first batch on.
-
-    Args:
-        reduces_each: reduce the gradients of each micro-batch, and add the means.
-    """
-    model = _model()
-    manager = fp8dist.prepare(model, group=dist.group.WORLD)
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    losses, sums = [], [torch.zeros_like(p) for p in model.parameters()]
-    for step in [*range(STEPS)] * optimizers:
-        if step == 0:
-            optimizer = _optimizer(model)
-            manager.attach(wrapped, optimizer=optimizer)
-        last = (step + 1) % accumulate == 0
-        wrapped.require_backward_grad_sync = last or reduces_each
-        loss = wrapped(batch(step)).square().mean()
-        losses.append(loss.item())
-        (loss / accumulate).backward()
-        if reduces_each:
-            for parameter, whole in zip(model.parameters(), sums):
-                whole += parameter.grad
-                parameter.grad = whole.clone() if last else None
-                whole *= not last
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses, (manager.state_dict(), [p.detach().clone() for p in model.parameters()])
-
-
 def _as_by_hand(folder: str, zero: dict[str, Any], accumulate: int) -> None:
     engine = _attached(zero, accumulate)
     before = engine.fp8_manager.metrics()["fp8/collectives"]
     losses = _train(engine, range(STEPS))
     assert engine.fp8_manager.metrics()["fp8/collectives"] - before == STEPS // accumulate
     # Stages 2 and 3 reduce the gradients of each micro-batch.
-    expected, kept = _by_hand(accumulate, reduces_each=accumulate > 1 and zero["stage"] > 1)
-    assert losses == expected
-    assert same(_kept(engine), kept)
+    theirs = ByHand(accumulate, reduces_each=accumulate > 1 and zero["stage"] > 1, model=_model())
+    assert losses == theirs.train(range(STEPS))
+    assert same(_kept(engine), theirs.kept())
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
@@ -222,7 +188,7 @@ def _resumed(folder: str, zero: dict[str, Any], options: dict[str, Any]) -> None
     resumed(lambda: Engine(zero, options), save, load)
 
 
-@every_stage
+@pytest.mark.parametrize("zero", STAGES.values(), ids=STAGES.keys())
 @on_ranks(2)
 def test_scales_begin_anew_with_a_checkpoint_without_fp8(tmp_path: Path, zero: dict[str, Any]) -> None:
     folder = str(tmp_path)
@@ -362,24 +328,22 @@ def test_the_trainer_of_transformers_trains_with_it(tmp_path: Path, stage: str) 
 
 
 def _misused(folder: str) -> None:
-    from fp8dist.integrations.deepspeed import attach
-
     zero = STAGES["zero 3"]
     model = _model()
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
     with pytest.raises(ConfigurationError, match=r"the engine that deepspeed.initialize\(\) returns first, got Seq"):
-        attach(manager, model)
+        integration.attach(manager, model)
     engine, other = _initialized(model, zero), _attached(zero)
     other.save_checkpoint(folder)
     with pytest.raises(ConfigurationError, match="does not hold the model that was prepared"):
-        attach(manager, other)
+        integration.attach(manager, other)
     engine.load_checkpoint(folder)
     with pytest.raises(ConfigurationError, match=r"attach before engine.load_checkpoint\(\)"):
-        attach(manager, engine)
+        integration.attach(manager, engine)
     with pytest.raises(ConfigurationError, match="attached already"):
-        attach(other.fp8_manager, other)
+        integration.attach(other.fp8_manager, other)
     other.fp8_manager.detach()
-    attach(other.fp8_manager, other)  # Again, for example after a change of the engine.
+    integration.attach(other.fp8_manager, other)  # Again, for example after a change of the engine.
     _train(other, range(2))
     assert other.fp8_manager.steps == 2
     with pytest.raises(ConfigurationError, match=r"calibrate\(\): DeepSpeed"), other.fp8_manager.calibrate():
@@ -390,13 +354,11 @@ def _misused(folder: str) -> None:
 
 
 def _require_refusals() -> None:
-    from fp8dist.integrations.deepspeed import attach
-
     model = _model()
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
     manager.attach(model, optimizer=_optimizer(model))
     with pytest.raises(ConfigurationError, match=r"leave out manager.attach\(\)"):
-        attach(manager, _initialized(model, {"stage": 1}))
+        integration.attach(manager, _initialized(model, {"stage": 1}))
     with pytest.raises(ConfigurationError, match="does not support torch_autocast in float16"):
         _attached({"stage": 0}, torch_autocast={"enabled": True, "dtype": "float16"})
     with pytest.raises(ConfigurationError, match="does not support fp8_all_gather=True"):
@@ -411,7 +373,7 @@ def _require_refusals() -> None:
     model = PipelineModule(layers=list(_model()), num_stages=1, loss_fn=nn.functional.mse_loss)
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
     with pytest.raises(ConfigurationError, match="does not support pipelines"):
-        attach(manager, _initialized(model, {"stage": 0}))
+        integration.attach(manager, _initialized(model, {"stage": 0}))
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with pytest.raises(ConfigurationError, match="the group of DDP or DeepSpeed"):
         _attached({"stage": 2}, options={"group": alone})
@@ -419,23 +381,23 @@ def _require_refusals() -> None:
 
 def _another_engine(folder: str, zero: dict[str, Any]) -> None:
     """Make another engine around the model; prepare a model that has one; call the model, not its engine."""
-    from fp8dist.integrations.deepspeed import attach
-
     engine = _attached(zero)
     manager, model = engine.fp8_manager, engine.module
     losses = _train(engine, range(STEPS))
     engine.destroy()
     engine = _initialized(model, zero)
-    attach(manager, engine)
+    integration.attach(manager, engine)
     losses += _train(engine, range(STEPS))
-    expected, kept = _by_hand(1, reduces_each=False, optimizers=2)
-    assert losses == expected
-    assert same(_kept(engine), kept)
+    theirs = ByHand(model=_model())
+    expected = theirs.train(range(STEPS))
+    theirs.begin()
+    assert losses == [*expected, *theirs.train(range(STEPS))]
+    assert same(_kept(engine), theirs.kept())
 
     if zero["stage"] < 3:
         engine = _initialized(_model(), zero)
-        attach(fp8dist.prepare(engine.module, group=dist.group.WORLD), engine)
-        assert _train(engine, range(STEPS)) == expected[:STEPS]
+        integration.attach(fp8dist.prepare(engine.module, group=dist.group.WORLD), engine)
+        assert _train(engine, range(STEPS)) == expected
 
     engine = _attached(zero)
     found = []
@@ -444,7 +406,7 @@ def _another_engine(folder: str, zero: dict[str, Any]) -> None:
         found.append(loss.item())
         engine.backward(loss)
         engine.step()
-    assert found == expected[:STEPS]
+    assert found == expected
 
 
 def _forgotten(folder: str, zero: dict[str, Any]) -> None:
@@ -462,13 +424,11 @@ def _forgotten(folder: str, zero: dict[str, Any]) -> None:
 
 def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
     """Train 20 steps of 2 micro-batches; or until step 14, where the ranks are killed; or from step 12."""
-    from fp8dist.integrations.deepspeed import attach
-
     model = _model()
     manager = fp8dist.prepare(model, group=dist.group.WORLD)
     engine = _initialized(model, STAGES["zero 1"], accumulate=2, gradient_clipping=1.0)
     recorder = fp8dist.Recorder(f"{folder}/run-{name}", manager, every=4, resume_after="state")
-    attach(manager, engine)
+    integration.attach(manager, engine)
     if end == "resumed":
         engine.load_checkpoint(f"{folder}/{name}", "12")
     losses = {}

@@ -14,11 +14,12 @@ from torch import Tensor
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.runs.report.numbers import read_run
-from tests.integrations.contract import STEPS, Adapter, ByHand, Kept, batch, kept_of, mlp, needs, play, same
+from tests.integrations.contract import STEPS, Adapter, ByHand, Kept, Ours, batch, kept_of, mlp, needs, play, same
 from tests.support.ranks import on_ranks
 from tests.support.recorded import die, fingerprint, recorder
 
 pytestmark = needs("lightning")
+integration = Ours("lightning")
 
 
 class Batches(torch.utils.data.IterableDataset[Tensor]):
@@ -114,9 +115,7 @@ def _by_hand(accumulate: int, optimizers: int = 1) -> Kept:
 
 
 def _as_by_hand(folder: str, accumulate: int) -> None:
-    from fp8dist.integrations.lightning import FP8Precision
-
-    precision = FP8Precision()
+    precision = integration.FP8Precision()
     found = _fit(_trainer(precision, folder, accumulate_grad_batches=accumulate), _module())
     assert precision.manager.metrics()["fp8/collectives"] == STEPS + 1  # One in attach().
     assert same(found, _by_hand(accumulate))
@@ -125,12 +124,10 @@ def _as_by_hand(folder: str, accumulate: int) -> None:
 def _resumed(folder: str, shards: bool, amax_sync: bool = True) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from fp8dist.integrations.lightning import FP8Precision
-
     def run(resume: str | None) -> Kept:
         saves = ModelCheckpoint(folder, filename="at-{step}", every_n_train_steps=8, save_top_k=-1)
         options = {"enable_checkpointing": True, "callbacks": [saves]}
-        precision = FP8Precision(fp8_all_gather=shards, amax_sync=amax_sync)
+        precision = integration.FP8Precision(fp8_all_gather=shards, amax_sync=amax_sync)
         trainer = _trainer(precision, folder, shards, **options)
         module = _module("right" if shards else None)
         loader = torch.utils.data.DataLoader(Batches(0 if resume is None else 8), batch_size=None)
@@ -143,10 +140,8 @@ def _resumed(folder: str, shards: bool, amax_sync: bool = True) -> None:
 
 
 def _diverged(folder: str) -> str:
-    from fp8dist.integrations.lightning import FP8Precision
-
     with pytest.raises(DivergenceError) as caught:
-        _fit(_trainer(FP8Precision(check_every=2), folder), _module(damage=4))
+        _fit(_trainer(integration.FP8Precision(check_every=2), folder), _module(damage=4))
     return str(caught.value)
 
 
@@ -156,33 +151,29 @@ def _misused(folder: str) -> None:
     from lightning.pytorch.strategies import FSDPStrategy
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from fp8dist.integrations.lightning import FP8Precision
-
     with pytest.raises(ConfigurationError, match="before fully_shard"):
-        _fit(_trainer(FP8Precision(), folder, True), _module("wrong"))
+        _fit(_trainer(integration.FP8Precision(), folder, True), _module("wrong"))
     with pytest.raises(TypeError, match="FSDP"):
-        FSDPStrategy(precision_plugin=FP8Precision())
+        FSDPStrategy(precision_plugin=integration.FP8Precision())
     with pytest.raises(MisconfigurationException, match="multiple values for Precision"):
-        _trainer(FP8Precision(), folder, plugins=[FP8Precision(), FP8Precision()])
+        _trainer(integration.FP8Precision(), folder, plugins=[integration.FP8Precision(), integration.FP8Precision()])
     module = _module()
     fp8dist.prepare(module, group=dist.group.WORLD)
     with pytest.raises(ConfigurationError, match=r"attach\("):
         _fit(_trainer(Precision(), folder), module)
     with pytest.raises(ConfigurationError, match="prepared already"):
-        _fit(_trainer(FP8Precision(), folder), module)
+        _fit(_trainer(integration.FP8Precision(), folder), module)
 
     class Anew(lightning.Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             trainer.strategy.optimizers = [torch.optim.AdamW(pl_module.parameters(), lr=1e-3)]
 
     with pytest.raises(ConfigurationError, match="optimizer"):
-        _fit(_trainer(FP8Precision(), folder, callbacks=[Anew()]), _module())
+        _fit(_trainer(integration.FP8Precision(), folder, callbacks=[Anew()]), _module())
 
 
 def _validated(folder: str) -> None:
-    from fp8dist.integrations.lightning import FP8Precision
-
-    trainer = _trainer(FP8Precision(), folder, val_check_interval=5, check_val_every_n_epoch=None)
+    trainer = _trainer(integration.FP8Precision(), folder, val_check_interval=5, check_val_every_n_epoch=None)
     module = _module()
     loaders = [torch.utils.data.DataLoader(Batches(0, n), batch_size=None) for n in (1000, 2)]
     trainer.fit(module, *loaders)
@@ -191,9 +182,7 @@ def _validated(folder: str) -> None:
 
 
 def test_autocast_is_that_of_the_modules_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8dist.integrations.lightning import FP8Precision
-
-    precision = FP8Precision(autocast=torch.bfloat16)
+    precision = integration.FP8Precision(autocast=torch.bfloat16)
     precision.prepare(_module())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # A trainer with accelerator="cpu" beside a GPU.
     with precision.forward_context():
@@ -204,9 +193,7 @@ def test_autocast_is_that_of_the_modules_device(monkeypatch: pytest.MonkeyPatch)
 def test_a_second_fit_with_another_optimizer_goes_on(tmp_path: Path) -> None:
     """Each fit makes an optimizer."""
     folder = str(tmp_path)
-    from fp8dist.integrations.lightning import FP8Precision
-
-    precision, module = FP8Precision(run=recorder(f"{folder}/run")), _module()
+    precision, module = integration.FP8Precision(run=recorder(f"{folder}/run")), _module()
     for _ in range(2):
         trainer = _trainer(precision, folder, log_every_n_steps=1)
         found = _fit(trainer, module)
@@ -235,10 +222,9 @@ def _gan_module() -> Any:
 
 
 def _gan(folder: str) -> None:
-    from fp8dist.integrations.lightning import FP8Precision
-
     module = _gan_module()
-    trainer = _trainer(FP8Precision(), folder, unused=True, max_steps=-1, max_epochs=1, limit_train_batches=8)
+    precision = integration.FP8Precision()
+    trainer = _trainer(precision, folder, unused=True, max_steps=-1, max_epochs=1, limit_train_batches=8)
     trainer.fit(module, torch.utils.data.DataLoader(Batches(), batch_size=None))
     by_hand = _gan_module()
     manager = fp8dist.prepare(by_hand, group=dist.group.WORLD)
@@ -261,8 +247,6 @@ def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], 
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from fp8dist.integrations.lightning import FP8Precision
-
     losses = {}
 
     class Losses(lightning.Callback):
@@ -275,7 +259,7 @@ def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], 
     saves = ModelCheckpoint(f"{folder}/{name}", filename="{step}", every_n_train_steps=6, save_top_k=-1)
     options = {"enable_checkpointing": True, "callbacks": [saves, Losses()], "log_every_n_steps": 1}
     options |= {"val_check_interval": 5, "check_val_every_n_epoch": None}
-    precision, module = FP8Precision(run=recorder(f"{folder}/run-{name}")), _module()
+    precision, module = integration.FP8Precision(run=recorder(f"{folder}/run-{name}")), _module()
     loaders = [torch.utils.data.DataLoader(Batches(*steps), batch_size=None) for steps in ((first, 1000), (0, 2))]
     trainer = _trainer(precision, folder, **options)
     resume = f"{folder}/{name}/step=12.ckpt" if first else None

@@ -20,12 +20,13 @@ import fp8dist
 from fp8dist.errors import ConfigurationError
 from fp8dist.modules.fp8_linear import fp8_linears
 from fp8dist.modules.linear_slots import LinearSlots
-from tests.integrations.contract import Adapter, Trainee, diverged, needs, require_masters, same, undisturbed
+from tests.integrations.contract import Adapter, Ours, Trainee, diverged, needs, require_masters, same, undisturbed
 from tests.support.logs import captured_log
 from tests.support.megatron import forward, gpt, gradients, initialize, optimized, with_stand_ins
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, on_ranks
 
 pytestmark = needs("megatron")
+integration = Ours("megatron")
 
 STEPS, RATE = 12, 3e-3
 
@@ -59,12 +60,10 @@ class Job(Trainee):
 
 def _job(model: Any = None, wraps: dict[str, Any] | None = None, options: Any = None, **optimizer: Any) -> Job:
     """Return a job with an attached manager. ``wraps``: fields of DistributedDataParallelConfig."""
-    from fp8dist.integrations.megatron import attach, prepare
-
     chunks = model if isinstance(model, list) else [gpt() if model is None else model]
-    manager = prepare(chunks, **(options or {}))
+    manager = integration.prepare(chunks, **(options or {}))
     job = _unattached(chunks, manager, wraps, **optimizer)
-    attach(manager, job.optimizer)
+    integration.attach(manager, job.optimizer)
     return job
 
 
@@ -250,8 +249,10 @@ def _shifted(name: str, first: int) -> str:
     return f"{before}{found}{int(layer) + first}.{rest}" if found else name
 
 
+@pytest.mark.parametrize(("chunks", "layers", "accumulate"), [(1, 2, 3), (2, 4, 4)], ids=["stages", "virtual stages"])
+@on_ranks(2)
 @with_stand_ins
-def _in_stages(chunks: int, layers: int, accumulate: int) -> None:
+def test_pipeline_stages_train_as_a_model_without(chunks: int, layers: int, accumulate: int) -> None:
     virtual = {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
     initialize(pp=2, **virtual)
     models = [
@@ -282,13 +283,6 @@ def _in_stages(chunks: int, layers: int, accumulate: int) -> None:
         place, _, fqn = slot.fqn.partition(".") if chunks > 1 else (0, "", slot.fqn)
         first = layers // 2 // chunks * (int(place) * 2 + dist.get_rank())
         assert job.manager.slot(slot.fqn, slot.role).scale == alone.manager.slot(_shifted(fqn, first), slot.role).scale
-
-
-@pytest.mark.parametrize(("chunks", "layers", "accumulate"), [(1, 2, 3), (2, 4, 4)], ids=["stages", "virtual stages"])
-def test_pipeline_stages_train_as_a_model_without(
-    two_ranks: RankPool, chunks: int, layers: int, accumulate: int
-) -> None:
-    two_ranks.run(_in_stages, chunks, layers, accumulate)
 
 
 def _state(job: Job, is_loading: bool = False) -> dict[str, Any]:
@@ -328,10 +322,12 @@ def _resumed(folder: str, tp: int, pp: int, optimizer: dict[str, Any], options: 
     assert same(whole.kept(), resumed.kept())
 
 
+@on_ranks(2)
 @with_stand_ins
-def _begun_anew(folder: str) -> None:
+def test_scales_begin_anew_with_a_checkpoint_without_fp8(tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
 
+    folder = str(tmp_path)
     initialize(2)
     plain = _unattached([gpt()], None)
     _train(plain, range(2))
@@ -349,10 +345,6 @@ def _begun_anew(folder: str) -> None:
     _train(job, range(3))
 
 
-def test_scales_begin_anew_with_a_checkpoint_without_fp8(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_begun_anew, str(tmp_path))
-
-
 @with_stand_ins
 def _diverged(folder: str, optimizer: dict[str, Any]) -> str:
     initialize(2)
@@ -363,10 +355,11 @@ def _damage(trainee: Trainee) -> None:
     trainee.manager.slot("decoder.layers.1.mlp.linear_fc2", "input").set_scale(3.0)
 
 
+@on_ranks(2)
 @with_stand_ins
-def _with_a_skipped_step(optimizer: dict[str, Any]) -> None:
+def test_a_step_that_megatron_skips_is_no_boundary() -> None:
     initialize(2)
-    job = _job(loss_scale=1.0, **{**DISTRIBUTED, **optimizer})
+    job = _job(loss_scale=1.0, **DISTRIBUTED)
     _train(job, range(7))
     before = job.parameters()
     _train(job, [7], infinite=7)
@@ -376,10 +369,6 @@ def _with_a_skipped_step(optimizer: dict[str, Any]) -> None:
     assert job.manager.steps == STEPS - 1
     assert job.manager.metrics()["fp8/nonfinite_amaxes"] == 0
     assert all(map(math.isfinite, losses))
-
-
-def test_a_step_that_megatron_skips_is_no_boundary(two_ranks: RankPool) -> None:
-    two_ranks.run(_with_a_skipped_step, {})
 
 
 @with_stand_ins
@@ -413,22 +402,19 @@ def test_scales_follow_weights_that_main_parameters_are_copied_to(two_ranks: Ran
         assert all(0.9 < fit < 1.2 for fit in fits)  # They follow the weight of one step ago.
 
 
+@on_ranks(2)
 @with_stand_ins
-def _casts() -> int:
-    """Return the number of casts of weights in two steps."""
+def test_weights_are_cast_once_a_step() -> None:
     initialize(2)
     job, cast = _job(**DISTRIBUTED), LinearSlots._cast_weight
     with mock.patch.object(LinearSlots, "_cast_weight", autospec=True, side_effect=cast) as casts:
         _train(job, range(2), 3)
-    return casts.call_count
+    assert casts.call_count == 2 * 8
 
 
-def test_weights_are_cast_once_a_step(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_casts) == [16, 16]
-
-
+@on_ranks(2)
 @with_stand_ins
-def _overlapped() -> None:
+def test_weights_that_are_gathered_in_the_forward_are_cast_after_that() -> None:
     initialize()
     plain = _job(**DISTRIBUTED)
     expected = _train(plain, range(STEPS), 2)
@@ -440,12 +426,9 @@ def _overlapped() -> None:
     assert same(job.kept(), plain.kept())
 
 
-def test_weights_that_are_gathered_in_the_forward_are_cast_after_that(two_ranks: RankPool) -> None:
-    two_ranks.run(_overlapped)
-
-
+@on_ranks(2)
 @with_stand_ins
-def _recomputed() -> None:
+def test_recomputed_activations_have_the_same_bits() -> None:
     initialize(2)
     kept = _job(gpt(sequence_parallel=True))
     expected = _train(kept, range(STEPS), 2)
@@ -453,10 +436,6 @@ def _recomputed() -> None:
     job = _job(gpt(sequence_parallel=True, **full))
     assert _train(job, range(STEPS), 2) == expected
     assert same(job.kept(), kept.kept())
-
-
-def test_recomputed_activations_have_the_same_bits(two_ranks: RankPool) -> None:
-    two_ranks.run(_recomputed)
 
 
 @with_stand_ins
@@ -467,14 +446,12 @@ def _undisturbed(folder: str) -> None:
 
 @with_stand_ins
 def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], int]:
-    from fp8dist.integrations.megatron import attach, prepare
-
     initialize(2)
     model = gpt(sequence_parallel=True)
-    manager = prepare(model)
+    manager = integration.prepare(model)
     recorder = fp8dist.Recorder(f"{folder}/run-{name}", manager, every=4)
     job = _unattached([model], manager)
-    attach(manager, job.optimizer)
+    integration.attach(manager, job.optimizer)
     losses = {}
     with recorder:
         for step in range(1, STEPS + 1):
@@ -483,8 +460,9 @@ def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], 
     return "", losses, len(manager.slots)
 
 
+@on_ranks(2)
 @with_stand_ins
-def _undone() -> None:
+def test_modules_stay_megatrons() -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     initialize(2)
@@ -507,135 +485,108 @@ def _undone() -> None:
     assert torch.equal(forward(off, 0), forward(plain, 0))
 
 
-def test_modules_stay_megatrons(two_ranks: RankPool) -> None:
-    two_ranks.run(_undone)
-
-
 @with_stand_ins
 def _misused(folder: str) -> None:
     from megatron.core import parallel_state
 
-    from fp8dist.integrations.megatron import attach, prepare
-
     initialize()
     first = _job(options={"skip": None})
     with pytest.raises(ConfigurationError, match="attached already"):
-        attach(first.manager, first.optimizer)
+        integration.attach(first.manager, first.optimizer)
     with pytest.raises(ConfigurationError, match="the optimizer that get_megatron_optimizer"):
-        attach(prepare(gpt()), torch.optim.SGD(gpt().parameters()))
+        integration.attach(integration.prepare(gpt()), torch.optim.SGD(gpt().parameters()))
     wrapped = first.chunks[0]
     with pytest.raises(ConfigurationError, match="before the model is wrapped"):
-        prepare(wrapped)
+        integration.prepare(wrapped)
     for optimizer in ({}, DISTRIBUTED):
         model, other = gpt(), _unattached([gpt()], None, **optimizer)
         with pytest.raises(ConfigurationError, match="does not train the model that was prepared"):
-            attach(prepare(model), other.optimizer)
+            integration.attach(integration.prepare(model), other.optimizer)
     early = gpt()
-    manager = prepare(early)
+    manager = integration.prepare(early)
     manager.attach(boundary="manual")
     with pytest.raises(ConfigurationError, match=r"leave out manager.attach\(\)"):
-        attach(manager, _unattached([early], manager).optimizer)
+        integration.attach(manager, _unattached([early], manager).optimizer)
     other.optimizer.model_chunks = [model]
     with pytest.raises(ConfigurationError, match="does not support GPTModel of Megatron-Core: use Distributed"):
-        attach(fp8dist.get_manager(model), other.optimizer)
+        integration.attach(fp8dist.get_manager(model), other.optimizer)
     parallel_state.destroy_model_parallel()
     with pytest.raises(ConfigurationError, match=r"call Megatron-Core's initialize_model_parallel\(\)"):
-        prepare(model)
+        integration.prepare(model)
     initialize()
     for name, value in (("fp8", "hybrid"), ("cuda_graph_impl", "local"), ("tp_comm_overlap", True)):
         model = gpt()
         setattr(model.config, name, value)
         with pytest.raises(ConfigurationError, match=f"does not support {name}={value!r} of Megatron-Core"):
-            prepare(model)
-    untied = prepare(gpt(tied=False)).coverage()
+            integration.prepare(model)
+    untied = integration.prepare(gpt(tied=False)).coverage()
     assert [row.fqn for row in untied if not row.fp8] == ["output_layer"]
     first.manager.detach()
-    attach(first.manager, first.optimizer)
+    integration.attach(first.manager, first.optimizer)
     _train(first, range(2))
     assert first.manager.steps == 2
 
 
 @with_stand_ins
 def _forgotten(folder: str) -> None:
-    from fp8dist.integrations.megatron import prepare
-
     initialize()
     model = gpt()
-    job = _unattached([model], prepare(model))
+    job = _unattached([model], integration.prepare(model))
     with pytest.raises(ConfigurationError, match="no step of FP8 state has ended since the first"):
         _train(job, range(3))
 
 
+@on_ranks(2)
 @with_stand_ins
-def _attached_late() -> list[str]:
-    from fp8dist.integrations.megatron import attach, prepare
-
+def test_attaching_to_an_optimizer_that_was_loaded_is_told() -> None:
     initialize()
     model = gpt()
-    job = _unattached([model], prepare(model, enabled=False))
+    job = _unattached([model], integration.prepare(model, enabled=False))
     _train(job, range(1))
     with captured_log() as log:
-        attach(job.manager, job.optimizer)
-    return [text for _, text in log if "before attach()" in text]
+        integration.attach(job.manager, job.optimizer)
+    assert len([text for _, text in log if "before attach()" in text]) == 1
 
 
-def test_attaching_to_an_optimizer_that_was_loaded_is_told(two_ranks: RankPool) -> None:
-    assert [len(told) for told in two_ranks.run(_attached_late)] == [1, 1]
-
-
+@on_ranks(4)
 @with_stand_ins
-def _experts() -> None:
-    from fp8dist.integrations.megatron import prepare
-
+def test_experts_with_tensor_parallelism_need_a_group() -> None:
     initialize(2, expert_model_parallel_size=2, expert_tensor_parallel_size=2)
     model = gpt(experts=4, sequence_parallel=True)
     with pytest.raises(ConfigurationError, match="no group of the ranks that share an expert"):
-        prepare(model)
-    kept = prepare(model, skip="*.experts.*").coverage()
+        integration.prepare(model)
+    kept = integration.prepare(model, skip="*.experts.*").coverage()
     assert {".experts." in row.fqn for row in kept if row.fp8} == {False}
     fp8dist.restore(model)
     own = [dist.new_group([2 * pair, 2 * pair + 1]) for pair in range(2)][dist.get_rank() // 2]
-    assert prepare(model, groups={"*.experts.*": own}).coverage().share == 1
+    assert integration.prepare(model, groups={"*.experts.*": own}).coverage().share == 1
 
 
-def test_experts_with_tensor_parallelism_need_a_group(four_ranks: RankPool) -> None:
-    four_ranks.run(_experts)
-
-
+@pytest.mark.parametrize("overlap", [False, True], ids=["distributed optimizer", "overlap_param_gather"])
+@on_ranks(4)
 @with_stand_ins
-def _checks_of_a_manager(overlap: bool) -> Any:
+def test_a_manager_knows_what_the_distributed_optimizer_keeps_in_parts(overlap: bool) -> None:
     initialize(2)
     late = {"overlap_grad_reduce": True, "overlap_param_gather": True} if overlap else {}
     job = _job(wraps=late, options={"check_every": 1}, **DISTRIBUTED)
     _train(job, range(2))
-    return job.manager.check(gradients=True)
+    report = job.manager.check(gradients=True)
+    assert ("parameter" in report.compared) != overlap
+    assert report.compared["slot"] > 0
+    assert any("reduces another part" in text for text in report.skipped)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["distributed optimizer", "overlap_param_gather"])
-def test_a_manager_knows_what_the_distributed_optimizer_keeps_in_parts(overlap: bool, four_ranks: RankPool) -> None:
-    for report in four_ranks.run(_checks_of_a_manager, overlap):
-        assert ("parameter" in report.compared) != overlap
-        assert report.compared["slot"] > 0
-        assert any("reduces another part" in text for text in report.skipped)
-
-
+@on_ranks(4)
 @with_stand_ins
-def _check_of_chunks() -> Any:
-    from fp8dist.integrations.megatron import prepare
-
+def test_a_check_of_all_chunks_compares_their_fp8_state() -> None:
     initialize(pp=2, virtual_pipeline_model_parallel_size=2)
     job = _job([gpt(layers=4, vp_stage=stage) for stage in range(2)])
     if dist.get_rank() == 3:
         job.manager._syncs[0].arena.scale[0] *= 2
     report = fp8dist.check(nn.ModuleList(job.chunks), policy="warn")
     with pytest.raises(ConfigurationError, match="is prepared already"):
-        prepare([chunk.module for chunk in job.chunks])
-    return report
-
-
-def test_a_check_of_all_chunks_compares_their_fp8_state(four_ranks: RankPool) -> None:
-    for report in four_ranks.run(_check_of_chunks):
-        assert [(f.kind, f.ranks) for f in report.findings] == [("scale", (2, 3))]
+        integration.prepare([chunk.module for chunk in job.chunks])
+    assert [(f.kind, f.ranks) for f in report.findings] == [("scale", (2, 3))]
 
 
 _LAYOUTS: dict[str, tuple[Layout, int, dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from torch import nn
 import fp8dist
 from tests.integrations.contract import needs
 from tests.support.megatron import gpt, gradients, initialize, optimized, with_stand_ins
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 
 pytestmark = needs("megatron")
 
@@ -79,18 +79,6 @@ def by_kind(report: Any, kind: str) -> set[str]:
     return {finding.name for finding in report.findings if finding.kind == kind}
 
 
-@with_stand_ins
-def _train_and_check(layout: str, distributed: bool) -> tuple[Any, ...]:
-    job = Job(layout, distributed)
-    for _ in range(2):
-        job.backward()
-        before = fp8dist.check(job.ddp, gradients=True, buffers=True)
-        job.optimizer.step()
-        after = fp8dist.check(job.ddp, optimizer=job.inner)
-    alone = sum(int(text.split()[0]) for text in before.skipped if "parameters" in text)
-    return before.compared, alone, after.compared
-
-
 @pytest.mark.parametrize("distributed", [False, True], ids=["all-reduce", "distributed optimizer"])
 @pytest.mark.parametrize(
     ("layout", "parameters", "alone"),
@@ -102,21 +90,30 @@ def _train_and_check(layout: str, distributed: bool) -> tuple[Any, ...]:
         ("pp 2, dp 2, untied", (14, 15), 0),
     ],
 )
+@on_ranks(4)
+@with_stand_ins
 def test_a_sound_job_has_no_differences(
-    layout: str, parameters: tuple[int, int], alone: int, distributed: bool, four_ranks: RankPool
+    layout: str, parameters: tuple[int, int], alone: int, distributed: bool
 ) -> None:
     """``parameters`` of the first and of the second half of the ranks have copies. ``alone``: those that have none."""
-    for rank, (compared, left, after) in enumerate(four_ranks.run(_train_and_check, layout, distributed)):
-        count = parameters[rank // 2]
-        assert (compared["parameter"], after["parameter"], left) == (count, count, alone)
-        assert compared.get("buffer", 0) == (2 if layout == "tp 2, ep 2" else 0)  # A bias for each router.
-        if not distributed:
-            assert compared["gradient"] == count
-            assert after["optimizer"] == 3 * count  # Two moments and a step.
+    job = Job(layout, distributed)
+    for _ in range(2):
+        job.backward()
+        before = fp8dist.check(job.ddp, gradients=True, buffers=True)
+        job.optimizer.step()
+        after = fp8dist.check(job.ddp, optimizer=job.inner)
+    left = sum(int(text.split()[0]) for text in before.skipped if "parameters" in text)
+    count = parameters[dist.get_rank() // 2]
+    assert (before.compared["parameter"], after.compared["parameter"], left) == (count, count, alone)
+    assert before.compared.get("buffer", 0) == (2 if layout == "tp 2, ep 2" else 0)  # A bias for each router.
+    if not distributed:
+        assert before.compared["gradient"] == count
+        assert after.compared["optimizer"] == 3 * count  # Two moments and a step.
 
 
+@on_ranks(4)
 @with_stand_ins
-def _in_bfloat16() -> Any:
+def test_master_weights_and_their_states_are_compared_like_their_parameters() -> None:
     job = Job("tp 2, dp 2", dtype=torch.bfloat16)
     job.backward()
     job.optimizer.step()
@@ -126,27 +123,11 @@ def _in_bfloat16() -> Any:
         job.inner[0].state[norm.main_param]["exp_avg"][4] += 1
         norm.main_param.data[3] *= 1 + 2**-16  # Less than bfloat16 shows.
     found = fp8dist.check(job.ddp, optimizer=job.inner, policy="warn")
-    return sound.compared, [(f.kind, f.name, f.ranks) for f in found.findings]
-
-
-def test_master_weights_and_their_states_are_compared_like_their_parameters(four_ranks: RankPool) -> None:
-    for compared, found in four_ranks.run(_in_bfloat16):
-        assert compared == {"optimizer": 112, "parameter": 28}
-        assert found == [
-            ("optimizer", "decoder.final_layernorm.weight.exp_avg", (2,)),
-            ("optimizer", "decoder.final_layernorm.weight.main_param", (2,)),
-        ]
-
-
-@with_stand_ins
-def _plant(layout: str, name: str, rank: int) -> Any:
-    job = Job(layout)
-    job.backward()
-    job.optimizer.step()
-    if dist.get_rank() == rank:
-        dict(job.model.named_parameters())[name].data.view(-1)[5] += 1e-3
-    report = fp8dist.check(job.ddp, policy="warn")
-    return [(f.kind, f.name, f.ranks, f.reference_rank, f.index) for f in report.findings], str(report)
+    assert sound.compared == {"optimizer": 112, "parameter": 28}
+    assert [(f.kind, f.name, f.ranks) for f in found.findings] == [
+        ("optimizer", "decoder.final_layernorm.weight.exp_avg", (2,)),
+        ("optimizer", "decoder.final_layernorm.weight.main_param", (2,)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -161,37 +142,40 @@ def _plant(layout: str, name: str, rank: int) -> Any:
         ("tp 2, pp 2, tied", "decoder.layers.0.input_layernorm.bias", 3, (2, 3), None),
     ],
 )
+@on_ranks(4)
+@with_stand_ins
 def test_a_difference_is_named(
-    layout: str, name: str, rank: int, ranks: tuple[int, ...], reference: int | None, four_ranks: RankPool
+    layout: str, name: str, rank: int, ranks: tuple[int, ...], reference: int | None
 ) -> None:
     """Copies of one tensor are compared, and no others. With two copies nobody is to blame."""
+    job = Job(layout)
+    job.backward()
+    job.optimizer.step()
+    if dist.get_rank() == rank:
+        dict(job.model.named_parameters())[name].data.view(-1)[5] += 1e-3
+    report = fp8dist.check(job.ddp, policy="warn")
+    (finding,) = report.findings
     shown = "Megatron's tied embeddings" if name == "output_layer.weight" else name
-    for findings, text in four_ranks.run(_plant, layout, name, rank):
-        assert [(kind, name, odd, good) for kind, name, odd, good, _ in findings] == [
-            ("parameter", shown, ranks, reference)
-        ]
-        assert findings[0][4] is not None
-        assert ("tp" in text) == ("tp" in layout)
+    assert (finding.kind, finding.name, finding.ranks) == ("parameter", shown, ranks)
+    assert finding.reference_rank == reference
+    assert finding.index is not None
+    assert ("tp" in str(report)) == ("tp" in layout)
 
 
+@on_ranks(4)
 @with_stand_ins
-def _plant_in_a_tied_state() -> Any:
+def test_states_of_tied_embeddings_are_told_apart() -> None:
     job = Job("tp 2, pp 2, tied")
     job.backward()
     job.optimizer.step()
     if dist.get_rank() == 2:
         job.inner[0].state[job.model.output_layer.weight]["exp_avg"][3, 5] += 1
-    report = fp8dist.check(job.ddp, optimizer=job.inner, policy="warn")
-    return [(f.kind, f.name, f.ranks, f.index) for f in report.findings]
+    (found,) = fp8dist.check(job.ddp, optimizer=job.inner, policy="warn").findings
+    tied = "Megatron's tied embeddings.exp_avg"
+    assert (found.kind, found.name, found.ranks, found.index) == ("optimizer", tied, (0, 2), (3, 5))
 
 
-def test_states_of_tied_embeddings_are_told_apart(four_ranks: RankPool) -> None:
-    for found in four_ranks.run(_plant_in_a_tied_state):
-        assert found == [("optimizer", "Megatron's tied embeddings.exp_avg", (0, 2), (3, 5))]
-
-
-@with_stand_ins
-def _forget(layout: str, function: str, distributed: bool) -> Any:
+def _forget(layout: str, function: str, distributed: bool = False) -> Any:
     """Train with one of Megatron's reductions left out."""
     job = Job(layout, distributed)
     with mock.patch(f"{FINALIZE}.{function}", return_value=None):
@@ -205,27 +189,31 @@ def _forget(layout: str, function: str, distributed: bool) -> Any:
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["all-reduce", "distributed optimizer"])
 @pytest.mark.parametrize("layout", ["tp 2, dp 2", "tp 2, ep 2"])
-def test_gradients_that_sequence_parallelism_left_partial(layout: str, distributed: bool, four_ranks: RankPool) -> None:
+@on_ranks(4)
+@with_stand_ins
+def test_gradients_that_sequence_parallelism_left_partial(layout: str, distributed: bool) -> None:
     """LayerNorms, biases and routers have partial gradients until Megatron adds them up over the tensor parallel
     ranks."""
     forgotten = "_allreduce_non_tensor_model_parallel_grads"
-    for partial, before, after, marked in four_ranks.run(_forget, layout, forgotten, distributed):
-        assert any("layernorm" in name for name in marked)
-        assert ("decoder.layers.0.mlp.router.weight" in marked) == ("ep" in layout)
-        assert partial == marked
-        assert not before
-        assert after == marked
+    partial, before, after, marked = _forget(layout, forgotten, distributed)
+    assert any("layernorm" in name for name in marked)
+    assert ("decoder.layers.0.mlp.router.weight" in marked) == ("ep" in layout)
+    assert partial == marked
+    assert not before
+    assert after == marked
 
 
-def test_tied_embeddings_that_drift_apart(four_ranks: RankPool) -> None:
-    for partial, before, after, _ in four_ranks.run(
-        _forget, "tp 2, pp 2, tied", "_allreduce_word_embedding_grads", False
-    ):
-        assert (partial, before, after) == ({"Megatron's tied embeddings"}, set(), {"Megatron's tied embeddings"})
-
-
+@on_ranks(4)
 @with_stand_ins
-def _over_one_axis() -> Any:
+def test_tied_embeddings_that_drift_apart() -> None:
+    partial, before, after, _ = _forget("tp 2, pp 2, tied", "_allreduce_word_embedding_grads")
+    assert (partial, before, after) == ({"Megatron's tied embeddings"}, set(), {"Megatron's tied embeddings"})
+
+
+@on_ranks(4)
+@with_stand_ins
+def test_a_check_over_one_of_megatrons_groups() -> None:
+    """Shards are no differences between tensor parallel ranks, but LayerNorms are compared."""
     from megatron.core import parallel_state
 
     job = Job("tp 2, dp 2")
@@ -237,41 +225,34 @@ def _over_one_axis() -> Any:
     if dist.get_rank() == 1:
         norm.data[0] += 1
     found = fp8dist.check(job.ddp, group=parallel_state.get_tensor_model_parallel_group(), policy="warn")
-    return over_tensor, over_data, [(f.name, f.ranks) for f in found.findings], len(list(job.model.parameters()))
+    parameters = len(list(job.model.parameters()))
+    shards = parameters - over_tensor.compared["parameter"]
+    assert 0 < shards < parameters
+    assert over_tensor.skipped == (
+        f"{shards} parameters that are shared with ranks that do not take part in this check "
+        "(Megatron's data parallel ranks)",
+    )
+    assert over_data.compared == {"parameter": parameters}
+    expected = [("decoder.final_layernorm.weight", (0, 1))] if dist.get_rank() < 2 else []
+    assert [(f.name, f.ranks) for f in found.findings] == expected
 
 
-def test_a_check_over_one_of_megatrons_groups(four_ranks: RankPool) -> None:
-    """Shards are no differences between tensor parallel ranks, but LayerNorms are compared."""
-    results = four_ranks.run(_over_one_axis)
-    for over_tensor, over_data, _, parameters in results:
-        shards = parameters - over_tensor.compared["parameter"]
-        assert 0 < shards < parameters
-        assert over_tensor.skipped == (
-            f"{shards} parameters that are shared with ranks that do not take part in this check "
-            "(Megatron's data parallel ranks)",
-        )
-        assert over_data.compared == {"parameter": parameters}
-    assert [found for _, _, found, _ in results] == [[("decoder.final_layernorm.weight", (0, 1))]] * 2 + [[]] * 2
-
-
+@on_ranks(4)
 @with_stand_ins
-def _gathering_late() -> Any:
+def test_parameters_that_the_next_forward_gathers_are_not_compared() -> None:
     job = Job("tp 2, dp 2", distributed=True, overlap=True)
     job.backward()
     job.optimizer.step()
     early = fp8dist.check(job.ddp, gradients=True).skipped
     job.ddp.disable_forward_pre_hook()
-    return early, fp8dist.check(job.ddp), len(list(job.model.parameters()))
+    late, parameters = fp8dist.check(job.ddp), len(list(job.model.parameters()))
+    assert any(text.startswith(f"{parameters} parameters that the next forward gathers") for text in early)
+    assert (late.compared, late.skipped) == ({"parameter": parameters}, ())
 
 
-def test_parameters_that_the_next_forward_gathers_are_not_compared(four_ranks: RankPool) -> None:
-    for early, late, parameters in four_ranks.run(_gathering_late):
-        assert any(text.startswith(f"{parameters} parameters that the next forward gathers") for text in early)
-        assert (late.compared, late.skipped) == ({"parameter": parameters}, ())
-
-
+@on_ranks(4)
 @with_stand_ins
-def _without_initialization() -> Any:
+def test_weights_that_megatron_did_not_initialize() -> None:
     """Megatron marks no weight then. They are loaded."""
     from megatron.core import parallel_state
 
@@ -280,15 +261,9 @@ def _without_initialization() -> Any:
     for name, parameter in job.model.named_parameters():
         split = "linear" in name or "word_embeddings" in name
         nn.init.normal_(parameter) if split and parameter.dim() > 1 else nn.init.ones_(parameter)
-    return fp8dist.check(job.ddp, policy="warn")
+    assert fp8dist.check(job.ddp).compared == {"parameter": 28}
 
 
-def test_weights_that_megatron_did_not_initialize(four_ranks: RankPool) -> None:
-    for report in four_ranks.run(_without_initialization):
-        assert (report.findings, report.compared) == ((), {"parameter": 28})
-
-
-@with_stand_ins
 def _tied_on_one_side(case: str) -> Any:
     if case == "no group":
         initialize(pp=2, get_embedding_ranks=lambda ranks, *_: ranks[:1])
@@ -302,16 +277,17 @@ def _tied_on_one_side(case: str) -> Any:
 
 
 @pytest.mark.parametrize("case", ["left out", "one chunk", "no group"])
-def test_a_tied_embedding_that_only_one_stage_compares_is_not_waited_for(case: str, four_ranks: RankPool) -> None:
-    expected = (
-        [] if case == "no group" else [("layout", "Megatron's tied embeddings", pair) for pair in ((0, 2), (1, 3))]
-    )
-    for report in four_ranks.run(_tied_on_one_side, case, timeout=40):
-        assert [(f.kind, f.name, f.ranks) for f in report.findings] == expected
-
-
+@on_ranks(4, timeout=40)
 @with_stand_ins
-def _own_module() -> Any:
+def test_a_tied_embedding_that_only_one_stage_compares_is_not_waited_for(case: str) -> None:
+    pairs = [] if case == "no group" else [(0, 2), (1, 3)]
+    found = [(f.kind, f.name, f.ranks) for f in _tied_on_one_side(case).findings]
+    assert found == [("layout", "Megatron's tied embeddings", pair) for pair in pairs]
+
+
+@on_ranks(4)
+@with_stand_ins
+def test_megatrons_layers_in_a_module_of_ones_own() -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     initialize(2)
@@ -320,13 +296,6 @@ def _own_module() -> Any:
     linear = ColumnParallelLinear(16, 32, config=config, init_method=nn.init.ones_, bias=False)
     linear.weight.data.normal_()
     norm = nn.ModuleDict({"linear": linear, "norm": nn.LayerNorm(4)})
-    return fp8dist.check(nn.Sequential(linear)).compared, fp8dist.check(norm, groups={"linear.*": None})
-
-
-def test_megatrons_layers_in_a_module_of_ones_own(four_ranks: RankPool) -> None:
-    for compared, left_out in four_ranks.run(_own_module):
-        assert compared == {"parameter": 1}
-        assert (left_out.compared, left_out.skipped) == (
-            {"parameter": 2},
-            ("1 parameters matching linear.*: left out",),
-        )
+    assert fp8dist.check(nn.Sequential(linear)).compared == {"parameter": 1}
+    left_out = fp8dist.check(norm, groups={"linear.*": None})
+    assert (left_out.compared, left_out.skipped) == ({"parameter": 2}, ("1 parameters matching linear.*: left out",))

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp8dist.exact import arithmetic, to_residues
 from fp8dist.exact.field import reduced
 from tests.integrations.contract import needs
 from tests.support.megatron import LENGTH, VOCABULARY, causal_mask, gpt, initialize, with_stand_ins
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 
 pytestmark = needs("megatron")
 
 
 def _gradients(tp: int, sequence_parallel: bool = False) -> tuple[Tensor, dict[str, tuple[Tensor, int | None]]]:
     """Return the losses, and by parameter its gradient and the dim that tensor parallelism cuts."""
-    import torch.distributed as dist
-
     initialize(tp)
     model = gpt(sequence_parallel=sequence_parallel)
     to_residues(model)
@@ -37,10 +36,10 @@ def _gradients(tp: int, sequence_parallel: bool = False) -> tuple[Tensor, dict[s
     return reduced(losses.detach()), found
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2, timeout=200)
 @with_stand_ins
-def _compared(sequence_parallel: bool) -> int:
-    import torch.distributed as dist
-
+def test_tensor_parallel_layers_of_megatron_are_equal(sequence_parallel: bool) -> None:
     expected, whole = _gradients(1)
     losses, parts = _gradients(2, sequence_parallel)
     assert torch.equal(losses, expected)
@@ -48,9 +47,4 @@ def _compared(sequence_parallel: bool) -> int:
     for name, (grad, dim) in parts.items():
         complete = whole[name][0]
         assert torch.equal(grad, complete if dim is None else complete.chunk(2, dim)[dist.get_rank()]), name
-    return sum(dim is not None for _, dim in parts.values())
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_layers_of_megatron_are_equal(two_ranks: RankPool, sequence_parallel: bool) -> None:
-    assert two_ranks.run(_compared, sequence_parallel, timeout=200) == [13, 13]
+    assert sum(dim is not None for _, dim in parts.values()) == 13

@@ -18,7 +18,7 @@ import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.state.groups import local_part
 from tests.integrations.contract import STEPS, Adapter, Kept, kept_of, needs, same
-from tests.support.ranks import RankPool
+from tests.support.ranks import on_ranks
 from tests.support.recorded import die, fingerprint, recorder
 from tests.support.titan import with_stand_ins
 
@@ -315,8 +315,9 @@ def _validated(folder: str) -> None:
     assert same(*kept)
 
 
+@on_ranks(2)
 @with_stand_ins
-def _recomputed(folder: str) -> None:
+def test_recomputation_changes_no_bit(tmp_path: Path) -> None:
     """With a head in FP8 that is called once for each chunk of the tokens."""
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.distributed.activation_checkpoint import FullAC
@@ -325,7 +326,7 @@ def _recomputed(folder: str) -> None:
     loss = ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY), num_chunks=4)
     kept = []
     for recomputed in (None, FullAC.Config()):
-        trainer = _built(_config(spec, folder, loss=loss, activation_checkpoint=recomputed))
+        trainer = _built(_config(spec, str(tmp_path), loss=loss, activation_checkpoint=recomputed))
         _steps(trainer, 6)
         head = fp8dist.get_manager(trainer.model_parts[0]).coverage()
         assert [row.fp8 for row in head if row.fqn == "lm_head"] == [True]
@@ -333,12 +334,10 @@ def _recomputed(folder: str) -> None:
     assert same(*kept)
 
 
-def test_recomputation_changes_no_bit(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(_recomputed, str(tmp_path))
-
-
+@pytest.mark.parametrize("recomputed", [None, "FullAC", "SelectiveAC"])
+@on_ranks(2)
 @with_stand_ins
-def _compiled(folder: str, recomputed: str | None) -> None:
+def test_compiled_blocks_change_no_bit(tmp_path: Path, recomputed: str | None) -> None:
     from torchtitan.config import CompileConfig
     from torchtitan.distributed import activation_checkpoint
 
@@ -346,16 +345,11 @@ def _compiled(folder: str, recomputed: str | None) -> None:
     for enable in (False, True):
         compile = CompileConfig(enable=enable, components=["model"], backend="aot_eager")
         chosen = getattr(activation_checkpoint, recomputed).Config() if enable and recomputed else None
-        config = _config(_fp8(fp8_all_gather=True), folder, compile=compile, activation_checkpoint=chosen)
+        config = _config(_fp8(fp8_all_gather=True), str(tmp_path), compile=compile, activation_checkpoint=chosen)
         trainer = _built(config)
         _steps(trainer, 3)
         kept.append(_kept(trainer))
     assert same(*kept)
-
-
-@pytest.mark.parametrize("recomputed", [None, "FullAC", "SelectiveAC"])
-def test_compiled_blocks_change_no_bit(two_ranks: RankPool, tmp_path: Path, recomputed: str | None) -> None:
-    two_ranks.run(_compiled, str(tmp_path), recomputed)
 
 
 @with_stand_ins

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 import fp8dist
 from fp8dist.errors import ConfigurationError, DivergenceError
-from tests.integrations.contract import STEPS, Adapter, Kept, as_torchrun_starts_it, kept_of, needs, same
+from tests.integrations.contract import STEPS, Adapter, Kept, Ours, as_torchrun_starts_it, kept_of, needs, same
 from tests.support.ranks import RankPool, on_ranks
 from tests.support.recorded import die, fingerprint, recorder, require_run
 
 pytestmark = needs("transformers")
+integration = Ours("transformers")
 
 BATCH, TOKENS, VOCABULARY = 2, 16, 64
 FSDP2 = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
@@ -109,9 +110,7 @@ def _losses(trainer: Any) -> list[float]:
 
 
 def _as_by_hand(folder: str, accumulate: int) -> None:
-    from fp8dist.integrations.transformers import FP8Callback
-
-    callback = FP8Callback()
+    callback = integration.FP8Callback()
     trainer = llama_trainer(llama(), folder, [callback], gradient_accumulation_steps=accumulate)
     model = trainer.model
     trainer.train()
@@ -124,12 +123,10 @@ def _as_by_hand(folder: str, accumulate: int) -> None:
 
 
 def _resumed(folder: str, options: dict[str, Any], arguments: dict[str, Any]) -> None:
-    from fp8dist.integrations.transformers import FP8Callback
-
     saving = {"save_strategy": "steps", "save_steps": 6, **arguments}
     runs = []
     for name, resume in (("whole", None), ("whole", "whole/checkpoint-12")):
-        callback = FP8Callback(**options)
+        callback = integration.FP8Callback(**options)
         trainer = llama_trainer(llama(), f"{folder}/{name}", [callback], **saving)
         trainer.train(resume_from_checkpoint=None if resume is None else f"{folder}/{resume}")
         runs.append(kept_of(callback.manager, trainer.model))
@@ -143,15 +140,13 @@ def _resumed(folder: str, options: dict[str, Any], arguments: dict[str, Any]) ->
 def _diverged(folder: str) -> str:
     from transformers import TrainerCallback
 
-    from fp8dist.integrations.transformers import FP8Callback
-
     class Damage(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             if state.global_step == 5 and dist.get_rank() == 1:
                 with torch.no_grad():
                     model.model.norm.weight[3] += 1
 
-    trainer = llama_trainer(llama(), folder, [FP8Callback(check_every=2), Damage()])
+    trainer = llama_trainer(llama(), folder, [integration.FP8Callback(check_every=2), Damage()])
     with pytest.raises(DivergenceError) as caught:
         trainer.train()
     assert trainer.state.global_step in (5, 6)
@@ -192,10 +187,8 @@ def _zoo(name: str) -> tuple[nn.Module, dict[str, Any], float]:
 
 
 def _trained_in(name: str, folder: str) -> float:
-    from fp8dist.integrations.transformers import FP8Callback
-
     model, options, share = _zoo(name)
-    callback = FP8Callback(check_every=2)
+    callback = integration.FP8Callback(check_every=2)
     trainer = llama_trainer(model, folder, [callback], max_steps=6, **options)
     if name == "vit":
         trainer.train_dataset = Pictures(40)
@@ -217,9 +210,7 @@ def test_models_and_options_train(two_ranks: RankPool, tmp_path: Path, name: str
 @on_ranks(2)
 def test_fsdp2_of_accelerate(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    from fp8dist.integrations.transformers import FP8Callback
-
-    callback = FP8Callback(check_every=5)
+    callback = integration.FP8Callback(check_every=5)
     trainer = llama_trainer(llama(), folder, [callback], **FSDP2)
     trainer.train()
     losses, _ = _by_hand(folder, 1)
@@ -229,25 +220,23 @@ def test_fsdp2_of_accelerate(tmp_path: Path) -> None:
 
 
 def _misused(folder: str) -> None:
-    from fp8dist.integrations.transformers import FP8Callback
-
     with pytest.raises(ConfigurationError, match="more than one FP8Callback"):
-        llama_trainer(llama(), folder, [FP8Callback(), FP8Callback()])
+        llama_trainer(llama(), folder, [integration.FP8Callback(), integration.FP8Callback()])
     late = llama_trainer(llama(), folder, [])
-    late.add_callback(FP8Callback())
+    late.add_callback(integration.FP8Callback())
     with pytest.raises(ConfigurationError, match="added after the Trainer was made"):
         late.train()
     wrapped = nn.parallel.DistributedDataParallel(llama())
     with pytest.raises(ConfigurationError, match="prepare"):
-        llama_trainer(wrapped, folder, [FP8Callback()])
+        llama_trainer(wrapped, folder, [integration.FP8Callback()])
     with pytest.raises(ConfigurationError, match="must be called by a transformers Trainer"):
-        FP8Callback().on_init_end(None, None, None)
-    shared, model = FP8Callback(), llama()
+        integration.FP8Callback().on_init_end(None, None, None)
+    shared, model = integration.FP8Callback(), llama()
     first, _ = (llama_trainer(one, folder, [shared]) for one in (model, llama()))
     with pytest.raises(ConfigurationError, match="does not hold the model that was prepared"):
         first.train()
     with pytest.raises(ConfigurationError, match="prepared already"):
-        llama_trainer(model, folder, [FP8Callback()])
+        llama_trainer(model, folder, [integration.FP8Callback()])
     with pytest.raises(ConfigurationError, match="attach"):
         llama_trainer(model, folder, []).train()
     _require_attached_optimizer(folder)
@@ -256,13 +245,11 @@ def _misused(folder: str) -> None:
 def _require_attached_optimizer(folder: str) -> None:
     from transformers import TrainerCallback
 
-    from fp8dist.integrations.transformers import FP8Callback
-
     class Anew(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
 
-    trainer = llama_trainer(llama(), folder, [FP8Callback(), Anew()])
+    trainer = llama_trainer(llama(), folder, [integration.FP8Callback(), Anew()])
     with pytest.raises(ConfigurationError, match="optimizer"):
         trainer.train()
 
@@ -270,9 +257,7 @@ def _require_attached_optimizer(folder: str) -> None:
 @on_ranks(2)
 def test_a_second_training_with_another_optimizer_goes_on(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    from fp8dist.integrations.transformers import FP8Callback
-
-    callback = FP8Callback(run=recorder(f"{folder}/run"))
+    callback = integration.FP8Callback(run=recorder(f"{folder}/run"))
     trainer = llama_trainer(llama(), folder, [callback])
     losses = []
     for _ in range(2):
@@ -290,14 +275,12 @@ def _recorded(folder: str, name: str, end: str) -> tuple[str, dict[int, float], 
     """Train 20 steps; or until step 14, where the ranks are killed; or from there."""
     from transformers import TrainerCallback
 
-    from fp8dist.integrations.transformers import FP8Callback
-
     class Killed(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if end == "killed" and state.global_step == 14:
                 die()
 
-    callback = FP8Callback(run=recorder(f"{folder}/run-{name}"))
+    callback = integration.FP8Callback(run=recorder(f"{folder}/run-{name}"))
     options = {"save_strategy": "steps", "save_steps": 6, "eval_strategy": "steps", "eval_steps": 5}
     options |= {"include_num_input_tokens_seen": "all"}
     trainer = llama_trainer(llama(), f"{folder}/{name}", [callback, Killed()], **options)
@@ -311,16 +294,14 @@ def _with_evaluations(folder: str) -> None:
     """The Trainer makes the models: it does so twice, when it is made and when training begins."""
     from transformers import Trainer
 
-    from fp8dist.integrations.transformers import FP8Callback
-
-    def made(callback: FP8Callback) -> Any:
+    def made(callback: Any) -> Any:
         data = {"train_dataset": Samples(400), "eval_dataset": Samples(8)}
         return Trainer(model_init=llama, args=llama_trainer(llama(), folder, []).args, callbacks=[callback], **data)
 
-    plain, busy = FP8Callback(), FP8Callback()
+    plain, busy = integration.FP8Callback(), integration.FP8Callback()
     first, second = made(plain), made(busy)
     first.train()
-    llama_trainer(llama(), folder, [FP8Callback()], max_steps=3).train()  # Another model.
+    llama_trainer(llama(), folder, [integration.FP8Callback()], max_steps=3).train()  # Another model.
     second.args.eval_strategy, second.args.eval_steps = "steps", 5
     second.train()
     assert sum("eval_loss" in line for line in second.state.log_history) == STEPS // 5

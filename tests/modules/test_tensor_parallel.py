@@ -19,13 +19,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fp8dist
 from fp8dist import DelayedScaling, StateManager
 from fp8dist.errors import ConfigurationError
+from tests.support.collectives import counted_collectives
 from tests.support.linear import E4M3, E5M2, amax, dequantised
 from tests.support.parallel import (
     assert_affine,
     assert_sum_of_tokens,
     mesh_of,
     same_on_all_ranks,
-    watched_reductions,
     whole,
 )
 from tests.support.ranks import on_ranks
@@ -144,11 +144,11 @@ def test_products_of_parts_are_those_of_the_whole(name: str) -> None:
     for index in range(2):
         scales = {(s.fqn, s.role): manager.slot(s.fqn, s.role).scale.clone() for s in manager.slots}
         model.zero_grad()
-        with watched_reductions() as reductions:
+        with counted_collectives() as calls:
             forward_backward(model, layout, index)
-            assert reductions.seen == []
+            assert calls.reductions == []
             manager.step()
-        assert reductions.of(manager) == [(0, 1)]
+        assert calls.syncs(manager) == [(0, 1)]
         token = Shard(1) if layout.sequence else Replicate()
         places = ((model.n, token), (model.z, layout.middle), (model.h, layout.middle))
         n, z, h = (all_of(kept, place) for kept, place in places)
@@ -324,9 +324,9 @@ def test_a_copy_has_its_own_state() -> None:
     for one, of_one in ((twin, twins), (model, manager)):
         assert state_bits(manager) == before
         one.zero_grad()
-        with watched_reductions() as reductions:
+        with counted_collectives() as calls:
             forward_backward(one, layout, 1)
             of_one.step()
-        assert reductions.of(of_one) == [(0, 1)]
+        assert calls.syncs(of_one) == [(0, 1)]
         results.append((state_bits(of_one), [whole(p.grad).tolist() for p in one.parameters()]))
     assert results[0] == results[1]

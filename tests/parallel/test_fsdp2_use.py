@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -26,10 +26,10 @@ from fp8dist.modules.fp8_weight import FP8Weight, Gathered
 from tests.support.meshes import mesh_of
 from tests.support.quiet import mlp
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.running import Running
+from tests.support.running import Running, take_steps
 from tests.support.sharded import Job, TiedEmbedding, arena_bits, fp8_linears, full, seeded, shard
 from tests.support.suite import few
-from tests.support.training import batch, bits, state_bits
+from tests.support.training import batch, bits, saved_tensors, state_bits
 
 pytestmark = pytest.mark.slow
 
@@ -37,10 +37,10 @@ prepared = partial(fp8dist.prepare, recipe=DelayedScaling(history_len=4), fp8_al
 
 
 @on_ranks(2)
-def test_saved_state_dicts_do_not_mention_fp8dist() -> None:
+def test_saved_state_dicts_copies_and_sums_of_parameters_are_plain() -> None:
     run = Running(Job())
     run.step()
-    called = run.called
+    called, weight = run.called, run.model.branch.weight
     for saved in (
         called.state_dict(),
         called.state_dict(keep_vars=True),
@@ -54,13 +54,6 @@ def test_saved_state_dicts_do_not_mention_fp8dist() -> None:
         torch.save(saved, buffer)
         assert b"FP8Shard" not in buffer.getvalue()
         assert b"fp8dist" not in buffer.getvalue()
-
-
-@on_ranks(2)
-def test_copies_and_sums_of_parameters_are_plain() -> None:
-    run = Running(Job())
-    run.step()
-    called, weight = run.called, run.model.branch.weight
     ema = {name: p.detach().clone() for name, p in called.named_parameters()}
     for name, p in called.named_parameters():
         ema[name].lerp_(p.detach(), 0.1)
@@ -345,16 +338,10 @@ def test_no_weight_is_kept_whole_until_backward(gather: bool, high: bool) -> Non
     manager = prepared(model, group=dist.group.WORLD, fp8_all_gather=gather)
     called = shard(model, True)
     manager.attach(called, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        if type(tensor) is Tensor:
-            kept.append(tensor)
-        return tensor
-
     x = torch.randn(16, 64, requires_grad=True)
-    with manager.no_fp8() if high else contextlib.nullcontext(), saved_tensors_hooks(pack, lambda tensor: tensor):
+    with manager.no_fp8() if high else contextlib.nullcontext(), saved_tensors() as saved:
         output = called(x)
+    kept = [tensor for tensor in saved if type(tensor) is Tensor]
     output.sum().backward()
     assert not [tensor for tensor in kept if tensor.numel() == 64 * 192]
     casts = [tensor.numel() for tensor in kept if tensor.element_size() == 1 and tensor.dtype != torch.bool]
@@ -438,12 +425,7 @@ def test_an_expert_of_one_rank_leaves_no_rank_alone(trouble: str) -> None:
         if trouble == "written" and step == 1 and dist.get_rank() == 0:
             with torch.no_grad():
                 model[0].weight.mul_(8)
-        x, y = batch(dist.get_rank(), step)
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert loss.isfinite()
+        assert math.isfinite(*take_steps(model, optimizer, [step]))
 
 
 @on_ranks(2)
@@ -457,11 +439,7 @@ def test_a_copy_made_before_sharding_has_its_own_state() -> None:
         own: Any = fp8dist.get_manager(one)
         called = shard(one)
         own.attach(called, optimizer=(optimizer := torch.optim.SGD(called.parameters(), lr=0.1)))
-        for step in range(2):
-            x, y = batch(dist.get_rank(), step)
-            nn.functional.mse_loss(called(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(called, optimizer, range(2))
         states.append(state_bits(own))
     assert fp8dist.get_manager(model) is manager
     assert states[0] == states[1] == state_bits(manager)
@@ -489,16 +467,12 @@ def test_mistakes_are_refused() -> None:
     assert manager.steps == 0
 
 
-def _split(model: nn.Module, mesh: Any) -> None:
-    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
-
 @on_ranks(2)
 def test_casts_are_reused_under_tensor_parallelism() -> None:
     mesh = mesh_of((2,), ("tp",))
     model: Any = mlp(32, 64, 32)
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4), group=mesh)
-    _split(model, mesh)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     manager.attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     casts = 0
     for linear in fp8_linears(model).values():

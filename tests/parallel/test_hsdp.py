@@ -41,7 +41,6 @@ from tests.support.parallel import (
     same_on_all_ranks,
     tokens,
     train_plain,
-    watched_reductions,
     whole,
 )
 from tests.support.ranks import RankPool, on_ranks
@@ -108,23 +107,37 @@ def test_an_fp8_all_gather_and_checkpoints_change_no_bit(four_ranks: RankPool, n
             assert mine.losses == pytest.approx(theirs.losses, rel=2e-2)
 
 
-@pytest.mark.parametrize("fp8_all_gather", few([True, False], True))
+@pytest.mark.parametrize(
+    "job", few(jobs := [Job(), Job("fsdp1", hook="ours"), Job(fp8_all_gather=False)], *jobs[:2]), ids=str
+)
 @on_ranks(4)
-def test_calibration_and_high_precision(fp8_all_gather: bool) -> None:
-    built = build(Job(fp8_all_gather=fp8_all_gather))
-    with watched_reductions() as reductions, built.manager.calibrate():
-        built.backward(0)
-    assert reductions.of(built.manager) == [WORLD]
+def test_calibration_refreshed_scales_and_high_precision(job: Job) -> None:
+    built, rounds = build(job), job.layout == "tp" and job.fp8_all_gather  # No plain Linear has the gathered weights.
+    weight = make_blocks().get_parameter("blocks.0.up.weight").detach()
+
+    def exact(index: int) -> Any:
+        x, target = tokens(built.replica, index)
+        return pytest.approx(float(loss_of(make_blocks()(x), target).detach()), rel=2e-2 if rounds else 1e-5)
+
+    with counted_collectives() as calls, built.manager.calibrate():
+        assert built.backward(0) == exact(0)
+    assert calls.syncs(built.manager) == [WORLD]
     built.optimizer.zero_grad()
     assert built.manager.metrics()["fp8/cold_slots"] == 0
     same_on_all_ranks(state_bits(built.manager))
-    first = histories(built.manager)["blocks.0.up", "weight"][-1]
-    assert first == float(make_blocks().get_parameter("blocks.0.up.weight").detach().abs().max())
+    assert histories(built.manager)["blocks.0.up", "weight"][-1] == float(weight.abs().max())
     with built.manager.no_fp8():
-        high = built.backward(1)
-    x, target = tokens(dist.get_rank() // 2, 1)
-    exact = float(loss_of(make_blocks()(x), target).detach())
-    assert high == pytest.approx(exact, rel=2e-2 if fp8_all_gather else 1e-5)
+        assert built.backward(1) == exact(1)
+    built.optimizer.zero_grad()
+    built.step(2)
+    built.manager.refresh_weights()
+    before = state_bits(built.manager)
+    same_on_all_ranks(before)
+    with torch.no_grad():
+        built.module.eval()(tokens(built.replica, 3)[0])
+    assert state_bits(built.manager) == before
+    largest = built.parameters()["blocks.0.up.weight"].abs().max()
+    assert float(built.manager.slot("blocks.0.up", "weight").scale) == float(torch.tensor(448.0) / largest)
 
 
 @on_ranks(4)
@@ -259,9 +272,12 @@ def test_what_torchs_replicate_holds_is_cut_by_tensor_parallelism_only(fp8_all_g
     """Its axis is FSDP2's only one: there is no shard after it, as with HSDP."""
     replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
     mesh = mesh_of((2, 2), ("dp", "tp"))
-    model = nn.ModuleList([net := make_blocks(), Routed()])
+    tied = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    model = nn.ModuleList([net := make_blocks(), Routed(), tied])
     manager = fp8dist.prepare(model, group=mesh, fp8_all_gather=fp8_all_gather)
     parallelize_module(net, mesh["tp"], {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
+    parallelize_module(tied, mesh["tp"], {"*": ColwiseParallel(output_layouts=Replicate())})
+    tied[0].weight = tied[1].weight = tied[2].weight  # FSDP2 marks only one of the modules that share it.
     for part in model:
         replicate(part, mesh=mesh["dp"])
     if fp8_all_gather:
@@ -271,6 +287,7 @@ def test_what_torchs_replicate_holds_is_cut_by_tensor_parallelism_only(fp8_all_g
     manager.attach(model)  # And does not take the experts for shards.
     up = net.get_submodule("blocks.0.up")
     assert multiplied_shape(up, fsdp2_axes(model)) == (32, 32)  # type: ignore[arg-type]
+    assert {multiplied_shape(linear, fsdp2_axes(model)) for linear in tied} == {(32, 64)}  # type: ignore[arg-type]
     x, _ = tokens(dist.get_rank() // 2, 0)
 
     def step(batch: Tensor) -> None:
@@ -279,19 +296,6 @@ def test_what_torchs_replicate_holds_is_cut_by_tensor_parallelism_only(fp8_all_g
     with pytest.raises(ConfigurationError, match=r"tensor parallel: pass group="):
         fp8dist.replay(net, step, x)
     assert not fp8dist.replay(net, step, x, group=mesh["dp"]).findings
-
-
-@on_ranks(4)
-def test_a_tied_weight_under_torchs_replicate_is_cut_by_tensor_parallelism_only() -> None:
-    """FSDP2 marks only one of the modules that share it."""
-    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
-    mesh = mesh_of((2, 2), ("dp", "tp"))
-    model: Any = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-    fp8dist.prepare(model, group=mesh)
-    parallelize_module(model, mesh["tp"], {"*": ColwiseParallel(output_layouts=Replicate())})
-    model[0].weight = model[1].weight = model[2].weight
-    replicate(model, mesh=mesh["dp"])
-    assert {multiplied_shape(linear, fsdp2_axes(model)) for linear in model} == {(32, 64)}
 
 
 @on_ranks(4)
@@ -363,10 +367,9 @@ def _interrupted(job: Job, how: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        ("HSDP", "forward"),
         ("DDP, hook, next_step", "calibration"),
         ("FSDP1, hook", "backward"),
-        *(pytest.param(name, "forward", marks=NIGHTLY) for name in ("FSDP1", "TP")),
+        *(pytest.param(name, "forward", marks=NIGHTLY) for name in ("HSDP", "FSDP1", "TP")),
         pytest.param("FSDP1, hook", "calibration", marks=NIGHTLY),
     ],
 )

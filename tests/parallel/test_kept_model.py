@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8dist
 from fp8dist import ConfigurationError
 from tests.support.meshes import quiet
+from tests.support.parallel import same_on_all_ranks
 from tests.support.ranks import on_ranks
 from tests.support.suite import few
 from tests.support.training import batch, bits, gradient_bits, make_net, parameter_bits
@@ -142,9 +143,7 @@ def test_refused_with_a_reason_on_all_ranks(what: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
         call()
     assert reason in str(raised.value)
-    texts: list[Any] = [None] * 2
-    dist.all_gather_object(texts, str(raised.value))
-    assert texts[0] == texts[1]
+    same_on_all_ranks(str(raised.value))
 
 
 @on_ranks(2)
@@ -242,9 +241,7 @@ def test_ddp_is_left_as_it_is_between_a_forward_and_its_backward(options: dict[s
         loss.backward()
         found.append(gradient_bits(model))
     assert found[0] == found[1]
-    everywhere: list[Any] = [None] * 2
-    dist.all_gather_object(everywhere, found[1])
-    assert everywhere[0] == everywhere[1]
+    same_on_all_ranks(found[1])
 
 
 @on_ranks(2)

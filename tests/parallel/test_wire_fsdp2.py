@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,12 +18,10 @@ import fp8dist
 from fp8dist import CurrentScaling, DelayedScaling
 from fp8dist.errors import ConfigurationError, DivergenceError
 from fp8dist.parallel import torch_internals
-from tests.parallel.test_wire import everything_in_fp8
+from tests.parallel.test_wire import Damage, everything_in_fp8, flipped, received
 from tests.parallel.test_wire_training import WORST
 from tests.support.ranks import on_ranks
 from tests.support.suite import NIGHTLY
-
-Damage = Callable[[Tensor], None]
 
 
 def two_layers() -> nn.Sequential:
@@ -37,27 +35,6 @@ def sharded(model: nn.Sequential, mesh: Any = None) -> nn.Sequential:
     with everything_in_fp8():
         assert fp8dist.fsdp.reduce_in_fp8(model) == ("0", "1")
     return model
-
-
-@contextlib.contextmanager
-def received(rank: int, damage: Damage) -> Iterator[None]:
-    """Damage what a rank receives first, which is of the last layer: ``damage`` writes to uint8[senders, bytes]."""
-    send, left = dist.all_to_all_single, [damage]
-
-    def sent(output: Tensor, *args: Any, **options: Any) -> None:
-        send(output, *args, **options)
-        if dist.get_rank() == rank and left:
-            left.pop()(output)
-
-    with mock.patch.object(dist, "all_to_all_single", sent):
-        yield
-
-
-def flipped(sender: int, place: int) -> Damage:
-    def damage(messages: Tensor) -> None:
-        messages[sender, place] ^= 0x20
-
-    return damage
 
 
 def backward(model: nn.Module) -> None:

@@ -33,7 +33,8 @@ FORMATS = {A: "e4m3", B: "e5m2"}
 def _attach_differently(change: dict[int, str], seconds: float) -> Any:
     """Attach, with other settings on the ranks in ``change``. Return (error name, text, seconds)."""
     mine = change.get(dist.get_rank(), "")
-    recipe: dict[str, Any] = {"history_len": 4}
+    kind: Any = fp8dist.CurrentScaling if mine == "current" else DelayedScaling
+    recipe: dict[str, Any] = {"history_len": 4} if kind is DelayedScaling else {}
     settings: dict[str, Any] = {"group": dist.group.WORLD}
     torch.manual_seed(0)
     layers = {"first": nn.Linear(32, 32), "second": nn.Linear(32, 32)}
@@ -46,12 +47,12 @@ def _attach_differently(change: dict[int, str], seconds: float) -> Any:
         layers["third"] = nn.Linear(32, 32)
     elif name in ("eval_precision", "fallback"):
         settings[name] = value if name == "eval_precision" else fp8dist.Fallback(steps=int(value))
-    elif name not in ("", "no optimizer"):
+    elif name not in ("", "no optimizer", "current"):
         recipe[name] = ast.literal_eval(value)
     start = time.monotonic()
     try:
         model = nn.ModuleDict(layers)
-        manager = fp8dist.prepare(model, DelayedScaling(**recipe), **settings)
+        manager = fp8dist.prepare(model, kind(**recipe), **settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         manager.attach(optimizer=None if name == "no optimizer" else optimizer, timeout=timedelta(seconds=seconds))
     except Fp8DistError as error:
@@ -76,6 +77,9 @@ DIFFERENT = [
     ("warmup='unit'", "recipe.warmup: 'current' here, 'unit' there"),
     ("power_of_two=True", "recipe.power_of_two: False here, True there"),
     ("format='e4m3'", "recipe.format: 'hybrid' here, 'e4m3' there"),
+    ("high_precision=('wgrad',)", "recipe.high_precision: "),
+    ("fast_accumulation=()", "recipe.fast_accumulation: "),
+    ("current", "CurrentScaling"),
     ("slot", "slot first:grad_output: present here, missing there"),
     ("more", "slot third:grad_output: missing here, present there"),
 ]

@@ -18,7 +18,7 @@ from fp8dist.state.waits import KEPT, Moment, Waits, clock_of
 from tests.support.collectives import counted_collectives
 from tests.support.graphs import EmulatedGraph
 from tests.support.ranks import RankPool, on_ranks
-from tests.support.training import SmallJob, batch, fp8_count, make_net, parameter_bits, state_bits, unwrapped
+from tests.support.training import SmallJob, batch, make_net, parameter_bits, state_bits, unwrapped
 
 
 class Hand:
@@ -133,7 +133,7 @@ def _late(update: str, groups: bool) -> tuple[list[float], int, float]:
             manager.step()
         waits = fp8dist.take_waits(manager)
         assert fp8dist.take_waits(manager) == []
-    return waits, len(calls.names) if groups else fp8_count(calls, manager), manager.metrics()["fp8/sync_wait_ms"]
+    return waits, len(calls.names) if groups else len(calls.syncs(manager)), manager.metrics()["fp8/sync_wait_ms"]
 
 
 @pytest.mark.slow

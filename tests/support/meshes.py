@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import DelayedScaling, Recipe, StateManager
-from tests.support.parallel import Block, Blocks, loss_of, make_blocks, mesh_of, tokens, watched_reductions, whole
+from tests.support.collectives import counted_collectives
+from tests.support.parallel import Block, Blocks, loss_of, make_blocks, mesh_of, tokens, whole
 from tests.support.quiet import silence
 from tests.support.training import Amaxes, AmaxRecorder, SlotName, bits, expected_histories, histories, state_bits
 
@@ -251,13 +252,13 @@ def train(job: Job) -> Outcome:
     gathers = job.layout in ("tp", "hsdp")  # Their weights cannot be recorded, and their scales need other reductions.
     recorder = AmaxRecorder(nn.Module() if gathers else built.module)
     losses, of_steps, early = [], [], []
-    with silence(), watched_reductions() as reductions:
+    with silence(), counted_collectives() as calls:
         for index in range(job.steps):
-            losses += built.step(index, lambda: early.append(len(reductions.of(built.manager))))
+            losses += built.step(index, lambda: early.append(len(calls.syncs(built.manager))))
             recorder.end_step()
-            of_steps.append(reductions.of(built.manager))
-            assert gathers or len(reductions.seen) == len(of_steps[-1])
-            reductions.seen.clear()
+            of_steps.append(calls.syncs(built.manager))
+            assert gathers or len(calls.reductions) == len(of_steps[-1])
+            calls.reductions.clear()
         state = state_bits(built.manager)
     arena = built.manager._syncs[0].arena
     assert {t.dtype for t in (arena.scales, arena.history, arena.amax, arena.pending)} == {torch.float32}
@@ -275,16 +276,17 @@ def assert_bitwise(mine: Outcome, theirs: Outcome) -> None:
     assert all(torch.equal(p, theirs.parameters[name]) for name, p in mine.parameters.items())
 
 
-def assert_agree(outcomes: list[Outcome]) -> None:
+def assert_agree(outcomes: Sequence[Any]) -> None:
     """All ranks hold the same parameters and state."""
     for outcome in outcomes[1:]:
         assert outcome.state == outcomes[0].state
         assert all(torch.equal(p, outcomes[0].parameters[name]) for name, p in outcome.parameters.items())
 
 
-def assert_synced(outcomes: list[Outcome]) -> None:
+def assert_synced(outcomes: Sequence[Any]) -> None:
     """They agree, and the histories follow from all ranks' amaxes."""
     assert_agree(outcomes)
-    expected = expected_histories(list(outcomes[0].histories), [o.amaxes for o in outcomes], HISTORY)
+    first = outcomes[0].histories
+    expected = expected_histories(list(first), [o.amaxes for o in outcomes], len(next(iter(first.values()))))
     for outcome in outcomes:
         assert outcome.histories == expected

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fp8dist import StateManager
 from tests.support.linear import E4M3, E5M2, LIMIT, assert_product, dequantised
 
 ROLES = ("input", "weight", "grad_output")
@@ -64,34 +61,6 @@ def assert_sum_of_tokens(actual: Tensor, gradient: Tensor) -> None:
     """Assert that ``actual`` is a bias's gradient."""
     rows = gradient.reshape(-1, gradient.shape[-1])
     assert_affine(actual[None], torch.ones(1, rows.shape[0]), rows.t())
-
-
-@dataclass
-class Reductions:
-    """Integer MAX all-reduces in order: (ranks, bytes)."""
-
-    seen: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
-
-    def of(self, manager: StateManager) -> list[tuple[int, ...]]:
-        """Return the ranks of the reductions with the size of this manager's sync."""
-        size = 4 * (8 + len(manager.slots))
-        return [ranks for ranks, bytes_ in self.seen if bytes_ == size]
-
-
-@contextlib.contextmanager
-def watched_reductions() -> Iterator[Reductions]:
-    """Record which ranks take part in each int32 ``dist.all_reduce`` that Python code starts."""
-    reductions = Reductions()
-    original = dist.all_reduce
-
-    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        if tensor.dtype is torch.int32:
-            ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-            reductions.seen.append((tuple(ranks), tensor.numel() * 4))
-        return original(tensor, op, group=group, async_op=async_op)
-
-    with mock.patch.object(dist, "all_reduce", all_reduce):
-        yield reductions
 
 
 class _Product(torch.autograd.Function):
@@ -154,11 +123,11 @@ def make_plain(model: nn.Module, names: Sequence[str]) -> dict[str, PlainFP8Line
 class Block(nn.Module):
     """x + down(relu(up(norm(x)))) on [batch, sequence, 32]."""
 
-    def __init__(self, bias: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(32)
-        self.up = nn.Linear(32, 64, bias=bias)
-        self.down = nn.Linear(64, 32, bias=bias)
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))

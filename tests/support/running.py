@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,19 @@ from fp8dist.modules.fp8_weight import FP8Weight
 from fp8dist.state.arena import SATURATED
 from tests.support.sharded import Job, arena_bits, build, fp8_linears, full
 from tests.support.training import batch, bits
+
+
+def take_steps(called: Any, optimizer: torch.optim.Optimizer, indices: Iterable[int]) -> list[float]:
+    """Train with these batches of this rank. Return their losses."""
+    losses = []
+    for index in indices:
+        x, y = batch(dist.get_rank() if dist.is_initialized() else 0, index)
+        loss = nn.functional.mse_loss(called(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 @dataclass

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8dist
 from fp8dist import StateManager
 from fp8dist.modules.fp8_linear import FP8Linear
-from tests.support.collectives import Calls
 from tests.support.states import saved_of
 
 SlotName = tuple[str, str]
@@ -183,7 +184,9 @@ def expected_histories(
     return {slot: ([0.0] * length + taken[slot])[-length:] for slot in slots}
 
 
-def fp8_count(calls: Calls, manager: StateManager) -> int:
-    """Count FP8 syncs among the collectives, by their size: 8 header words plus one word per slot."""
-    size = 4 * (8 + len(manager.slots))
-    return sum(1 for name, bytes_ in zip(calls.names, calls.sizes) if (name, bytes_) == ("all_reduce", size))
+@contextlib.contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """Yield a list of what autograd saves for backward inside."""
+    saved: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        yield saved
