@@ -105,8 +105,16 @@ def _narrower(rank: int) -> nn.Module:
     return make_net(dtype=(torch.float32, torch.bfloat16)[rank])
 
 
+def _tied(rank: int) -> nn.Module:
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    if rank == 1:
+        net[1].weight = net[0].weight
+    return net
+
+
 add("ranks have other widths", _models(_wider), RAISED, r"\b1\b", **MISMATCH)
 add("ranks have other dtypes", _models(_narrower), RAISED, r"\bup\b|\bdown\b", "bfloat16", **MISMATCH)
+add("ranks tie other weights", _models(_tied), RAISED, r"\b1\b", **MISMATCH)
 
 
 @scenario("start= on one rank", RAISED, "start", **MISMATCH)
