@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 import inspect
+import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -307,6 +308,7 @@ def test_names_that_there_are_not() -> None:
         (lambda m: m.on_event("print"), "callback must be a function of an Event, got 'print'"),
         (lambda m: m.check(policy=None), "policy must be one of raise, warn, repair, got None"),
         (lambda m: fp8dist.watch(m, 10, jump="8"), "jump must be a factor above 1, or None for no alarms, got '8'"),
+        (lambda m: fp8dist.watch(m, 10, jump=math.inf), "a factor above 1, or None for no alarms, got inf"),
     ]:
         assert said in message(call, manager)
 

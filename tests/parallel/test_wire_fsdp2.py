@@ -192,6 +192,7 @@ def test_fsdp2_refuses() -> None:
     older = mock.patch.object(torch_internals, "_SETTERS", ("set_in_a_later_torch",))
     with older, pytest.raises(ConfigurationError, match=r"has no FSDPModule\.set_in_a_later_torch"):
         fp8dist.fsdp.reduce_in_fp8(model)
+    assert fp8dist.fsdp.reduce_in_fp8(model) == ("",)  # Two ranks are enough.
     fully_shard(several_layers := two_layers())
     assert fp8dist.fsdp.reduce_in_fp8(several_layers) == ()  # Too small.
     with pytest.raises(ConfigurationError, match=r"reduce_in_fp8\(\) has put in FP8"):
