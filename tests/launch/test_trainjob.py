@@ -12,15 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
-from kubeflow_trainer_api import models
 from torch.distributed.run import get_args_parser
 
 from fp8dist.cli.launcher.environment import Job
 from fp8dist.cli.launcher.plan import Plan
 from launch.train_gpt.options import Options, parse
 from tests.support.main_job import ROOT
-
-KINDS = {("trainer.kubeflow.org/v1alpha1", "TrainJob"): models.TrainerV1alpha1TrainJob}
 
 RECORDER = """#!/bin/sh
 # Python, but what ``fp8dist launch`` is to start is written down.
@@ -36,8 +33,11 @@ def documents() -> list[dict[str, Any]]:
 
 def lost(document: dict[str, Any]) -> list[str]:
     """Return the paths of fields that the model lacks or reads differently. The models ignore unknown fields."""
-    model = KINDS[document["apiVersion"], document["kind"]]
-    read = json.loads(model.from_dict(copy.deepcopy(document)).to_json())  # type: ignore[union-attr]
+    from kubeflow_trainer_api import models  # It takes a second, which each worker would spend to collect this file.
+
+    assert (document["apiVersion"], document["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    model = models.TrainerV1alpha1TrainJob.from_dict(copy.deepcopy(document))
+    read = json.loads(model.to_json())  # type: ignore[union-attr]
     return list(_differences(document, read, ""))
 
 

@@ -1,4 +1,7 @@
-"""Inductor fuses a cast and its amax with the operations before it, without a change of bits."""
+"""Inductor fuses a cast and its amax with the operations before it, without a change of bits.
+
+Long tests import Inductor themselves: it takes a second, which each worker of scripts/test would spend.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._inductor.codegen.triton import TritonKernel
-from torch._inductor.graph import GraphLowering
-from torch._inductor.utils import run_and_get_code
 
 import fp8dist
 from fp8dist_kernels import direct, ops, traced
@@ -111,6 +110,8 @@ def chain(recipe: fp8dist.Recipe) -> Callable[[], None]:
 @pytest.mark.parametrize("recipe", few(RECIPES[:3], RECIPES[0]), ids=lambda recipe: type(recipe).__name__)
 def test_the_amax_is_not_a_read_of_its_own(recipe: fp8dist.Recipe) -> None:
     """GELU's output is never stored, nor is its gradient: so nothing can read them for an amax."""
+    from torch._inductor.utils import run_and_get_code
+
     run = chain(recipe)
     _, codes = run_and_get_code(run)
     assert len(codes) == 2
@@ -124,6 +125,10 @@ def test_the_amax_is_not_a_read_of_its_own(recipe: fp8dist.Recipe) -> None:
 @pytest.mark.long
 def test_neither_is_it_in_triton() -> None:
     """The code of the forward that Inductor writes for Triton. A CPU cannot compile it: stop there."""
+    import torch._inductor.config
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.graph import GraphLowering
+
     run = chain(fp8dist.DelayedScaling())
     codes: list[str] = []
     with (
