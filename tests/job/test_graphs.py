@@ -315,7 +315,7 @@ def test_a_load_or_a_reset_between_replays(how: str) -> None:
         if polled:
             job.manager.poll()
         job.manager.load_state_dict(saved) if how == "load" else job.manager.reset()
-        job.manager.poll()
+    job.manager.poll()
     assert [(kind, named) for kind, _, named in events] == [("nonfinite", True)] * 2
     assert job.manager.run_step == (job.manager.steps if how == "load" else WARM_UP + 2)
 
