@@ -601,5 +601,6 @@ def test_ranks_act_on_a_verdict_together_though_one_has_compiled() -> None:
                 manager.steps  # noqa: B018 (commits what is due)
                 flip(manager.slot("branch", "weight").scale, 20)
             manager.step()
+            dist.barrier()  # As DDP's all-reduces in the next backward.
     same_on_all_ranks(told)
     assert len(told) == 1

@@ -1,4 +1,4 @@
-"""Step boundaries: several optimizers, re-created ones, GradScaler."""
+"""Step boundaries: several optimizers, GradScaler, weights that change without one."""
 
 from __future__ import annotations
 

@@ -126,6 +126,14 @@ def test_a_copy_in_mid_flight_syncs_only_once_attached(update: str) -> None:
 
 
 @on_ranks(2)
+def test_pickle_with_a_group_says_what_to_do_instead() -> None:
+    job = SmallJob()
+    for pickled in (job.net, job.called, job.manager):
+        with pytest.raises(ConfigurationError, match=r"cannot be pickled: save manager\.state_dict\(\).*prepare\(\)"):
+            pickle.dumps(pickled)
+
+
+@on_ranks(2)
 def test_an_attached_wrapper_without_shared_state_is_saved_as_plain_ddp_is() -> None:
     model = _model()
     manager = fp8dist.prepare(model, DelayedScaling(history_len=4), amax_sync=False)

@@ -70,6 +70,22 @@ def test_the_optimizer_of_a_deepspeed_engine_is_refused() -> None:
         fp8dist.prepare(engine.module).attach(engine, optimizer=optimizer)
 
 
+def test_a_second_step_before_a_manual_boundary_is_refused_before_it_changes_anything() -> None:
+    net = make_net()
+    manager = fp8dist.prepare(net)
+    attached, other = SGD(net.parameters(), lr=0.1), AdamW([net.first.weight, net.last.weight], lr=0.1)
+    manager.attach(net, optimizer=attached, boundary="manual")
+    said = {attached: r"SGD is about to step 3 FP8 weights", other: r"AdamW .* 2 FP8 weights \(first, last\)"}
+    for optimizer, text in said.items():
+        _backward(net)
+        optimizer.step()
+        before = parameter_bits(net)
+        with pytest.raises(ConfigurationError, match=text + r".* a second time.*manager\.step\(\)"):
+            optimizer.step()
+        assert parameter_bits(net) == before
+        manager.step()
+
+
 def test_what_needs_no_steps_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen or foreign parameters, recipes with just-in-time scales, and disabled FP8."""
     for recipe, enabled in ((CurrentScaling(), "1"), (DelayedScaling(), "0")):

@@ -1,6 +1,6 @@
 """Mistakes with optimizers and steps, and unusual steps that are right.
 
-What each boundary says to a second step without one is in ``tests/job/test_step_watch.py``.
+A manual boundary that is forgotten is in ``tests/job/test_step_watch.py``.
 """
 
 from __future__ import annotations
