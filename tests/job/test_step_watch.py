@@ -1,4 +1,7 @@
-"""Optimizer steps without a boundary raise; nested, repeated and empty steps do not count."""
+"""Optimizer steps without a boundary raise; nested, repeated and empty steps do not count.
+
+Other loops that forget the boundary are in ``tests/support/mistaken_steps.py``.
+"""
 
 from __future__ import annotations
 
@@ -25,29 +28,6 @@ from tests.support.training import batch, make_net, parameter_bits
 def _backward(net: nn.Module, index: int = 0) -> None:
     x, y = batch(0, index)
     nn.functional.mse_loss(net(x), y).backward()
-
-
-@pytest.mark.parametrize("boundary", ["optimizer", "manual", None])
-def test_a_second_step_without_a_boundary_is_refused_before_it_changes_anything(boundary: Any) -> None:
-    net = make_net()
-    manager = fp8dist.prepare(net)
-    attached = {} if boundary is None else {"optimizer": SGD(net.parameters(), lr=0.1), "boundary": boundary}
-    manager.attach(net, **attached)
-    new = AdamW([net.first.weight, net.last.weight, net.last.bias], lr=0.1)
-    _backward(net)
-    new.step()
-    before = parameter_bits(net)
-    with pytest.raises(ConfigurationError) as raised:
-        new.step()
-    assert parameter_bits(net) == before
-    text = str(raised.value)
-    assert text.startswith("AdamW is about to step 2 FP8 weights (first, last) a second time")
-    assert "attach(optimizer=…) again" in text
-    assert "manager.step()" in text
-    if boundary != "optimizer":
-        manager.step()
-        new.step()
-        assert parameter_bits(net) != before
 
 
 @on_ranks(2)

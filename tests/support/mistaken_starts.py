@@ -7,7 +7,6 @@ Wrong arguments are in ``tests/test_arguments.py``, patterns in ``tests/job/test
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -84,12 +83,6 @@ def attach_part(case: Case) -> None:
 ALL: dict[str, Any] = {"ranks": 2, "everywhere": True}
 MISMATCH: dict[str, Any] = {**ALL, "errors": ("ManifestMismatchError",)}
 DIVERGED: dict[str, Any] = {**MISMATCH, "errors": ("DivergenceError",)}
-
-
-@scenario("the manager is pickled, fsdp2", RAISED, "process group cannot be pickled", r"state_dict\(\)", **ALL)
-def pickled_manager(case: Case) -> None:
-    """As DCP does if a Stateful of the user's has the manager in its state dict."""
-    torch.save(case.attached("fsdp2").manager, io.BytesIO())
 
 
 def _models(make: Callable[[int], nn.Module]) -> Callable[[Case], None]:
