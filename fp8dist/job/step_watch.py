@@ -235,7 +235,7 @@ class StepWatch:
         late = [slots for slots in self._slots_of(again) if _is_late(slots, self._began)] if again else []
         if late:
             self._state.job.stepping = False
-            text = _second_step(optimizer, late, optimizer in self._attached)
+            text = _second_step(optimizer, late, optimizer in self._attached, self._state.job.by_optimizer)
             if self._state.job.attached and self._state.job.shared:
                 leave_word(text)  # Ranks that miss this rank in a collective quote it.
             raise ConfigurationError(text)
@@ -332,12 +332,14 @@ def _is_late(slots: LinearSlots, boundaries: int) -> bool:
     return used and slots.weight_sync.every_step and (skipped is None or not bool(skipped))
 
 
-def _second_step(optimizer: Optimizer, late: Sequence[LinearSlots], attached: bool) -> str:
+def _second_step(optimizer: Optimizer, late: Sequence[LinearSlots], attached: bool, by_optimizer: bool) -> str:
     names = first_few(sorted({slots.slots[Role.WEIGHT].fqn for slots in late}))
     what = (
         f"{type(optimizer).__name__} is about to step {len(late)} FP8 weights ({names}) a second time, but no step of "
         "FP8 state has ended since the first: their scales would stand still. "
     )
+    if attached and not by_optimizer:
+        return what + 'With boundary="manual", call manager.step() once per optimizer step'
     if attached:
         return what + (
             "It is attached, but the step ends with another optimizer, the last one that attach was given: use "
