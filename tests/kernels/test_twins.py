@@ -30,8 +30,9 @@ from tests.support.suite import NIGHTLY
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # From the interpreter's numpy.
 
 SHAPES = ((1, 16), (33, 80), (130, 272), (17, 3), (0, 32))
-FAR = (((3, 16), (2**30, 1)), ((130, 16), (2**24, 1)), ((16, 130), (1, 2**24)))
-"""Shapes and strides with offsets beyond 32 bits, in a tile and between tiles."""
+FAR = (((3, 16), (2**30, 1)), ((386, 16), (2**23 - 16, 1)), ((16, 386), (1, 2**23 - 16)))
+"""Shapes and strides with offsets beyond 32 bits: in a tile, and between tiles of up to 128 x 128 whose own offsets fit
+in 32."""
 
 BOTH: dict[str, Any] = {"rows": True, "columns": True}
 Run = Callable[[bool, Tensor, torch.dtype, int], tuple[Tensor, ...]]
@@ -274,7 +275,7 @@ STRIDED = {name: op for name, op in OPS.items() if op.strided}
 @pytest.mark.parametrize("op", STRIDED.values(), ids=STRIDED)
 def test_offsets_beyond_32_bits(op: Op) -> None:
     kind = torch.int8 if torch.int8 in op.sources else torch.float16
-    room = torch.empty(17 * 2**27, dtype=kind, device=DEVICE)  # Untouched pages take no CPU memory.
+    room = torch.empty(25 * 2**27, dtype=kind, device=DEVICE)  # Untouched pages take no CPU memory.
     for turn, (shape, strides) in enumerate(FAR):
         far = room.as_strided(shape, strides)
         far.copy_(op.make(*shape, turn, True))

@@ -29,8 +29,8 @@ def test_rules(version: str, algorithm: Any, length: int) -> None:
     """Every rule with some of the lengths, with and without sharded weights. Margins reach scales that overflow and
     underflow. Positions are all over the rings."""
     torch.manual_seed(length)
-    turn = 7 * length + 3 * len(algorithm)
-    for margin, power_of_two, just_in_time in RULES[turn % 2 :: 2] if version == "numpy" else RULES[turn % 5 :: 5]:
+    turn, stride = 7 * length + 3 * len(algorithm), 3 if version == "numpy" else 5  # Odd: each flag has both values.
+    for margin, power_of_two, just_in_time in RULES[turn % stride :: stride]:
         rng = random.Random(margin)
         both = BothVersions(version, random_arrays(rng, 31, length, shards=rng.choice([0, 3])))
         for _ in range(4):

@@ -18,6 +18,7 @@ from fp8dist.cli.main import main
 from fp8dist.runs.report import rows as rows_module
 from fp8dist.runs.report.numbers import read_run
 from fp8dist.runs.report.page import page_of
+from fp8dist.runs.report.parting import Digests, part
 from fp8dist.runs.report.raster import NOT_FINITE, NOTHING, PALETTE, heat_map_png, levels
 from fp8dist.runs.report.rows import rows_of
 from tests.support.runs import header, lines, load, made_run
@@ -52,8 +53,10 @@ def _empty(folder: Path) -> Path:
 
 
 def test_the_page_says_what_happened_and_fetches_nothing(tmp_path: Path) -> None:
-    page = page_of(read_run(made_run(tmp_path / "made")))
-    assert re.findall(r"<h2 [^>]*>(.*?)</h2>", page) == QUESTIONS
+    digests = Digests()
+    run = read_run(made_run(tmp_path / "made"), digests.add)
+    page = page_of(run, run, part((run, run), (digests, digests)))
+    assert re.findall(r"<h2 [^>]*>(.*?)</h2>", page) == [*QUESTIONS, "Where did these two runs part?"]
     assert "default-src 'none'" in page
     assert len(_own(page)) < len(page) / 2
     assert not re.search(r"""(src|href)\s*=\s*(?!["']?(#|data:))|@import|url\((?!data:)|https?:""", _own(page))
@@ -69,6 +72,8 @@ def test_the_page_says_what_happened_and_fetches_nothing(tmp_path: Path) -> None
         "FLOPs of Linears in FP8: <strong>85.7%</strong>. MFU: <strong>32.5%</strong>",
         "The others wait for rank 2 (host node1)",
         "a kind of tomorrow",
+        "Amax and scale of all slots are equal, bit for bit, in ",
+        "loss of both runs by step",
     ):
         assert text in body, text
     assert body.count('<img alt="') == 9  # Three roles, three quantities.
