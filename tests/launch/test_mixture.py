@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tests.support.lab import mixture as mixture_module
 from tests.support.lab.mixture import Experts, MixtureGPT
 from tests.support.main_job import RANKS, STEPS, TINY, Run, Runs
+from tests.support.suite import few
 
 MIXED = [*TINY, "--experts", "4", "--top-k", "2"]
 WATCHED = [*MIXED, "--check-every", "4", "--watch-every", "4", "--watch-ranks"]
@@ -63,9 +64,26 @@ def test_two_ranks_share_the_state_of_their_experts_and_record_their_tokens(runs
 
 
 @pytest.mark.slow
-def test_products_of_experts_with_recipes_of_their_own_learn_alike(runs: Runs) -> None:
-    flags = ("--recipe", "block", "--override", f"{EXPERTS}.up_proj=delayed")
-    run, delayed = runs(RANKS, *MIXED, *flags), runs(RANKS, *WATCHED)
+@pytest.mark.parametrize("flags", few(["fsdp2 --save-every 6", "hsdp"]))
+def test_sharded_mixtures_learn_what_ddp_learns(runs: Runs, flags: str) -> None:
+    """``tests/parallel/test_fsdp2_experts.py`` has FSDP2's bits, for every change."""
+    run = runs(RANKS, *WATCHED, "--parallel", *flags.split())
+    assert run.losses == pytest.approx(runs(RANKS, *WATCHED).losses, rel=1e-5)
+    assert run.summary["fp8_state_identical"] is run.summary["parameters_identical"] is True
+    assert [sum(line["tokens"]) for line in experts(run)] == [VISITS] * 3
+
+
+OTHERS = (
+    f"--recipe block --override {EXPERTS}.up_proj=delayed",
+    "--recipe rowwise",
+    "--precision fp32 --parallel fsdp1",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", few(OTHERS, OTHERS[0]))
+def test_every_precision_learns_like_fp8(runs: Runs, flags: str) -> None:
+    run, delayed = runs(RANKS, *MIXED, *flags.split()), runs(RANKS, *WATCHED)
     assert run.losses == pytest.approx(delayed.losses, rel=5e-3)  # Another precision, so other roundings.
     assert run.losses != delayed.losses
     assert run.summary["parameters_identical"] is True
